@@ -32,7 +32,7 @@ from dynamix.trainer.data.loader import Loader
 from dynamix.trainer.data.orders import DataIdentity
 from dynamix.trainer.data.plan import MicroBatch, Position
 from dynamix.trainer.gradient.clock import StepTimes
-from dynamix.trainer.gradient.hook import CoveredModels, SharedTimes
+from dynamix.trainer.gradient.hook import CoveredModels
 from dynamix.trainer.gradient.learning_rate import Schedulers, Updates
 from dynamix.trainer.gradient.models import unwrapped, unwrapped_optimizer
 from dynamix.trainer.gradient.noise import NoiseAverage, is_measured
@@ -539,17 +539,15 @@ class Session:
         if allocation is not self._allocation:
             self._allocation = allocation
             self._updates.follow(allocation.global_batch_size, allocation.rate_factor)
-        step, tracks = batch.plan.step, allocation.split == "tracking"
+        step = batch.plan.step
         if allocation.exchange.every > 1 and batch.is_first:
             self._local.begin(step)
         if self._local.is_begun:
             measures = batch.is_last and self._local.measures(step)
         else:
             measures = is_measured(step, self._run.options.noise_every * self._run.calm_times)
-        times: SharedTimes = "none"
-        if tracks:
-            times = "due" if self._run.fast_loop.measures(step) else "carried"
-        self._models.begin(batch, times, measures=measures)
+        shares_times = allocation.split == "tracking" and self._run.fast_loop.measures(step)
+        self._models.begin(batch, measures=measures, shares_times=shares_times)
         self._meter.clock.own_s += time.perf_counter() - began
         self._meter.clock.handed_out(batch.size)
 

@@ -256,9 +256,6 @@ def view_of(bucket: GradBucket, buffer: torch.Tensor, keys: Mapping[torch.Tensor
     return BucketView(bucket.index(), buffer, tuple(parts))
 
 
-SharedTimes = Literal["none", "carried", "due"]
-"""Whether all ranks learn each other's compute times: where the bucket can carry them, or also by a collective."""
-
 SLOT_TYPES = (torch.float32, torch.float64)
 """Buckets on the CPU that can carry times; half precision would round them."""
 
@@ -278,7 +275,8 @@ class _Step:
     in_step: bool = False
     """Whether a step of the session is under way."""
     measures: bool = False
-    times: SharedTimes = "none"
+    shares_times: bool = False
+    """Whether all ranks learn each other's compute times."""
     to_mean: float = 1.0
     """Factor on |g_i|^2 of what was added up, for that of the mean gradient."""
     local: dict[int, float | torch.Tensor] = field(default_factory=dict)
@@ -333,13 +331,13 @@ class GradientHook:
         self._step: _Step
         self.average_plainly()
 
-    def begin(self, batch: MicroBatch, exchange: StepExchange | None, times: SharedTimes, *, measures: bool) -> None:
+    def begin(self, batch: MicroBatch, exchange: StepExchange | None, *, measures: bool, shares_times: bool) -> None:
         """Begin a step with its last batch; earlier ones are in its scale by then.
 
-        `exchange` is that of the step, `None` for DDP's own all-reduce. `times` are shared on all ranks or on none, and
+        `exchange` is that of the step, `None` for DDP's own all-reduce. Times are shared on all ranks or on none, and
         not over a base hook. Where it `measures` norms, those of a local step are sketched.
         """
-        assert times == "none" or self.base_hook is None, "base hooks carry no times"
+        assert not (shares_times and self.base_hook is not None), "base hooks carry no times"
         is_local = exchange is not None and exchange.exchange.every > 1
         if exchange is not None:
             self.model_exchange.begin(exchange)
@@ -350,7 +348,7 @@ class GradientHook:
         step.scale = ranks * weight * (weights.local_factor() if is_local else weights.factor())
         step.to_mean = (weight / weights.mine) ** 2 if weights.mine else 1.0
         step.exchange, step.is_local = exchange, is_local
-        step.measures, step.times = measures and not is_local, times
+        step.measures, step.shares_times = measures and not is_local, shares_times
         step.reduced, step.local = {}, {}
         is_sketched = measures and is_local
         self.sketch = NormSketch(batch.plan.step, counts.values[self._rank] / counts.total) if is_sketched else None
@@ -406,16 +404,16 @@ class GradientHook:
         if self.base_hook is not None:
             return launched(self.base_hook, None, bucket)
         under_way: dist.Work | Sent
-        times = step.times if bucket.is_last() else "none"
+        shares_times = step.shares_times and bucket.is_last()
         if step.exchange is not None:
             if known.view is None:
                 known.view = view_of(bucket, known.buffer, self.model_exchange.keys)
             under_way = self.model_exchange.send(known.view)
-            if times == "due":
+            if shares_times:
                 lent = self.slots.write_apart(self.clock.seconds_per_sample())
                 self._times = self.model_exchange.send_plainly(lent.tensor)
             return under_way
-        if times != "none" and known.buffer.dtype in SLOT_TYPES and known.buffer.is_cpu:
+        if shares_times and known.buffer.dtype in SLOT_TYPES and known.buffer.is_cpu:
             if known.carrier is None:
                 known.carrier = self.slots.behind(known.buffer)
             lent, room = known.carrier
@@ -426,7 +424,7 @@ class GradientHook:
         # dist.all_reduce checks arguments first, 20 us a bucket; the way through torch's dispatcher costs as much again
         group: dist.ProcessGroup = self._gloo if self._gloo is not None and known.buffer.is_cpu else self.group
         under_way = launched(group.allreduce, [lent.alias])
-        if times == "due" and not self._has_times:
+        if shares_times and not self._has_times:
             lent = self.slots.write_apart(self.clock.seconds_per_sample(), known.buffer.device)
             self._times = launched(group.allreduce, [lent.alias])
         return under_way
@@ -636,7 +634,7 @@ class CoveredModels:
         """Squared norms of what lossy codecs have sent and should have sent, of all models."""
         return reduce(CodedSquares.and_more, (each.coded() for each in self.exchanges), CodedSquares())
 
-    def begin(self, batch: MicroBatch, times: SharedTimes, *, measures: bool) -> None:
+    def begin(self, batch: MicroBatch, *, measures: bool, shares_times: bool) -> None:
         """Prepare all models for a batch: what was added up before it, and whether gradients are exchanged after it.
 
         Raises:
@@ -656,7 +654,7 @@ class CoveredModels:
             if self.losses is not None:
                 self.losses.begin_step()
             for hook in self._hooks:
-                hook.begin(batch, exchange, times, measures=measures)
+                hook.begin(batch, exchange, measures=measures, shares_times=shares_times)
 
     def _rescale(self, before: int, count: int) -> None:
         """Bring what was added up with the weight `before` into the scale of the weight `count`."""
@@ -739,6 +737,8 @@ class CoveredModels:
 
     def take_times(self) -> list[float] | None:
         """Seconds per sample by rank, as the step's last exchange brought them."""
+        if len(self._hooks) == 1:
+            return self._hooks[0].slots.take_seconds()
         newest = None
         for hook in sorted(self._hooks, key=lambda hook: hook.reduced_at):
             newest = hook.slots.take_seconds() or newest

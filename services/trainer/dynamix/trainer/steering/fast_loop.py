@@ -152,6 +152,11 @@ class RankRate:
         return 1.0
 
     @property
+    def is_suspect(self) -> bool:
+        """Whether the newest measurement was an outlier."""
+        return self._suspect != 0.0
+
+    @property
     def error_2(self) -> float:
         """Square of the rate's standard error."""
         return self.value * self.value * self.noise_2 * max(1.0 / self._number, 0.5 * LONGEST)
@@ -238,6 +243,8 @@ class RateFilter:
         self._fits = [FixedCost() for _ in range(world_size)]
         self._counts: tuple[int, ...] = ()
         self._most_fixed = 0.0
+        self.has_suspect = False
+        """Whether a rank's newest measurement was an outlier: a second one to that side is a change."""
 
     def observe(self, seconds_per_sample: Sequence[float], counts: tuple[int, ...] = ()) -> None:
         """Take in one step's measurements; what is not a positive number is unknown and changes nothing.
@@ -255,6 +262,7 @@ class RateFilter:
                 self._observe_rate(rank, measured, counts[rank] if counts else 0)
             elif counts:
                 self._observe_rate(rank, measured * counts[rank] / (fixed + counts[rank]), counts[rank])
+        self.has_suspect = any([rate.is_suspect for rate in self._rates])  # noqa: C419 - a third of the time
 
     def _observe_rate(self, rank: int, measured: float, count: int) -> None:
         rate = self._rates[rank]
@@ -319,15 +327,6 @@ class RateFilter:
         kept = 1.0 - by_noise / (spread_2 * number) if by_noise < spread_2 * number else 0.0
         return [mean + kept * ((rate.value or slowest) - mean) for rate in self._rates]
 
-    def usual(self, counts: Sequence[int], tolerance: float) -> list[tuple[float, float]]:
-        """Usual measurements by rank, and how far off is usual; without sizes, as if no rank had fixed costs."""
-        found = []
-        for rank, rate in enumerate(self._rates):
-            value = rate.value * (1.0 + (self.fixed[rank] / counts[rank] if counts and counts[rank] else 0.0))
-            off = tolerance * max(UNUSUAL * math.sqrt(rate.noise_2), LEAST_UNUSUAL)
-            found.append((value, value * min(off, MOST_UNUSUAL)))
-        return found
-
     @property
     def state(self) -> list[list[Any]]:
         """Plain numbers by rank, for `restore`."""
@@ -338,6 +337,7 @@ class RateFilter:
         rates, fixed, is_fitted, fits = state
         self._rates, self._fits = [RankRate(*each) for each in rates], [FixedCost(*each) for each in fits]
         self.fixed, self._is_fitted = [*fixed], [*is_fitted]
+        self.has_suspect = any(rate.is_suspect for rate in self._rates)
 
 
 FAR = 0.1
@@ -346,30 +346,18 @@ FAR = 0.1
 SETTLE_STEPS = 8
 """Steps between two looks for such sizes."""
 
-STEADY_AFTER, STEADY_EVERY = 32, 4
-"""Measurements without another division, from which on one step of four is taken in."""
+SHORT_S = 0.02
+"""Compute time of the slowest rank below which not every step is measured: sharing and filtering take 0.1 ms."""
 
-CALM_AFTER, CALM_EVERY = 64, 16
-"""The same for one step of sixteen: the division stands."""
+STEADY_AFTER, STEADY_EVERY = 32, 4
+"""Measurements without another division, from which on one step of four is measured where steps are short."""
+
+CALM_AFTER = 64
+"""Measurements without another division, from which on the division stands."""
 
 SCATTER = 0x9E3779B1
 """2^32 over the golden ratio: of every four steps another one is measured, all equally often, whatever a script does in
 every second, fourth or fifth step."""
-
-UNUSUAL, LEAST_UNUSUAL, MOST_UNUSUAL = 3.5, 0.07, 0.75
-"""Noises by which a time is off the average, from which on it is taken in at once; and the bounds of that share."""
-
-WATCHED = 2
-"""Steps that are taken in from such a time on: two to the same side are a change."""
-
-MOST_TOLERANT, MORE_TOLERANT, LESS_TOLERANT = 4.0, 1.25, 0.97
-"""How much further off is usual after false alarms: at most, factor after each, and after each turn without one."""
-
-
-def _has_turn(step: int, every: int) -> bool:
-    """Whether a step is the one of `every` steps, a power of two, that is measured."""
-    number, place = divmod(step, every)
-    return place == (number * SCATTER >> 32 - every.bit_length() + 1) % every
 
 
 DEAD_BAND = 0.03
@@ -392,63 +380,33 @@ class FastLoop:
         """Steps since the split was changed."""
         self._num_calm = 0
         """Measurements without another division, up to `CALM_AFTER`."""
-        self._num_watched = 0
-        """Steps that are still to be taken in after an unusual one."""
-        self._usual: list[tuple[float, float]] = []
-        """Usual seconds per sample by rank, at the sizes of the newest measurement, and how far off is usual."""
-        self._tolerance = 1.0
-        self._forget_sums()
+        self._longest_s = 0.0
+        """The slowest rank's predicted compute time; 0 until speeds are known."""
 
     @property
     def state(self) -> list[Any]:
         """Plain numbers for a checkpoint, and for `restore`."""
-        calm = [self._num_calm, self._num_watched, [*map(list, self._usual)], self._tolerance]
-        return [self.filter.state, *calm, self._num_summed, self._sums]
+        return [self.filter.state, self._num_calm, self._longest_s]
 
     def restore(self, state: Sequence[Any]) -> None:
         """Go on from a saved state of as many ranks."""
-        filtered, self._num_calm, self._num_watched, usual, self._tolerance, self._num_summed, self._sums = state
-        self._usual = [(value, off) for value, off in usual]
+        filtered, self._num_calm, self._longest_s = state
         self.filter.restore(filtered)
 
     def measures(self, step: int) -> bool:
-        """Whether the ranks exchange their times in a step with `tracking` also where the gradient cannot carry them.
+        """Whether the ranks exchange their times in a step with `tracking`.
 
-        That takes 0.5 ms of a processor. All ranks ask before the step, and have the same answer: it changes with
-        measurements only.
+        All ranks ask before the step, and have the same answer: it changes with measurements only.
         """
-        return self._num_watched > 0 or self._num_calm < STEADY_AFTER or _has_turn(step, STEADY_EVERY)
+        if self._longest_s >= SHORT_S or self._num_calm < STEADY_AFTER or self.filter.has_suspect:
+            return True
+        turn, place = divmod(step, STEADY_EVERY)
+        return place == (turn * SCATTER >> 30) % STEADY_EVERY
 
     @property
     def is_calm(self) -> bool:
-        """Whether the division stands, and nothing unusual was seen lately: no better one is looked for."""
-        return self._num_calm >= CALM_AFTER and self._num_watched == 0
-
-    def takes_in(self, step: int, seconds_per_sample: Sequence[float]) -> bool:
-        """Whether the times of a step go into the filter: when it has its turn, or they are unusual.
-
-        The same on all ranks, as the times are. A calm job looks at its times in every step, and does no more. What is
-        too small a change to be seen in one step shows in their mean from one turn to the next.
-        """
-        if self._num_watched or self._num_calm < STEADY_AFTER:
-            return True
-        for measured, (usual, off) in zip(seconds_per_sample, self._usual, strict=False):
-            if measured > 0.0 and not -off <= measured - usual <= off:
-                self._num_watched = WATCHED
-                return True
-        self._num_summed += 1
-        self._sums = [total + measured for total, measured in zip(self._sums, seconds_per_sample, strict=True)]
-        if not _has_turn(step, CALM_EVERY if self.is_calm else STEADY_EVERY):
-            return False
-        for total, (usual, off) in zip(self._sums, self._usual, strict=True):
-            away, most = total / self._num_summed - usual, off / self._tolerance  # a mean has few outliers
-            if total > 0.0 and abs(away) > DEAD_BAND * usual and away * away * self._num_summed > most * most:
-                self._num_watched = CALM_EVERY
-        self._forget_sums()
-        return True
-
-    def _forget_sums(self) -> None:
-        self._num_summed, self._sums = 0, [0.0] * len(self._upper)
+        """Whether the division stands: less is measured and reported."""
+        return self._num_calm >= CALM_AFTER
 
     def adopt(self, effective_step: int, decided: Allocation) -> None:
         """Activate a decision of the slow loop from a step on.
@@ -479,18 +437,10 @@ class FastLoop:
             self.filter.observe(seconds_per_sample, counts)
             return
         better = self.better_split(seconds_per_sample, newest.local_batch_sizes, counts)
-        if self._num_watched:
-            self._num_watched -= 1
-            self._forget_sums()
-            if not self._num_watched:
-                self._tolerance = min(self._tolerance * MORE_TOLERANT, MOST_TOLERANT)
-        else:
-            self._tolerance = max(self._tolerance * LESS_TOLERANT, 1.0)
         self._num_calm = min(self._num_calm + 1, CALM_AFTER)
-        self._usual = self.filter.usual(counts, self._tolerance)
         if better is not None:
             self._schedule.revise(effective_step, newest.with_sizes(better))
-            self._num_calm, self._num_watched = 0, WATCHED
+            self._num_calm = 0
 
     def better_split(
         self, seconds_per_sample: Sequence[float], sizes: Sequence[int], counts: tuple[int, ...] = ()
@@ -508,7 +458,8 @@ class FastLoop:
             return None
         self._num_kept += 1
         times = self._times_s(sizes, rates)
-        enough = (1.0 - DEAD_BAND) * max(times)
+        self._longest_s = max(times)
+        enough = (1.0 - DEAD_BAND) * self._longest_s
         may_be_faster = min(times) < enough  # samples taken from one rank make another one slower than the fastest
         may_settle = self._num_kept % SETTLE_STEPS == 0 and any(self.filter.fixed)
         if not (may_be_faster or may_settle):

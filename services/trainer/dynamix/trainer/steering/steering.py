@@ -119,12 +119,6 @@ class Steering:
             ValueError: on all ranks, when these have read different streams.
         """
         step, run = position.step - 1, self.run
-        if (
-            seconds_per_sample is not None
-            and run.schedule.allocation_at(step).exchange.every == 1  # else they are of a whole round
-            and not run.fast_loop.takes_in(step, seconds_per_sample)
-        ):
-            seconds_per_sample = None
         is_posted = self._posted_window is not None or self._posted_decision is not None or self._sockets_due
         windows, ahead = run.windows, step + run.options.margin_steps
         ends, adopts = windows.is_start(position.step), windows.is_start(ahead)
