@@ -23,6 +23,7 @@ def attached(local_batch_size: Any, model: torch.nn.Module = LINEAR, **given: An
         "dataset": [],
         "shuffle": True,
         "drop_last": False,
+        "seed": 0,
         "local_batch_size": local_batch_size,
         **given,
     }

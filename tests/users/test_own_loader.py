@@ -193,7 +193,9 @@ def _refusals(rank: int) -> None:
     refused(DataLoader(DATA, batch_sampler=_Own(DATA, 4)), "draws batches by _Own, dynamix makes the batches itself")
     refused(DataLoader(DATA, batch_size=None), "has batch_size=None")
     refused(_Backwards(DATA, batch_sampler=batches), "a _Backwards, whose own __iter__ dynamix cannot repeat")
-    refused(DataLoader(DATA, 4), "shuffle, num_workers: the loader says it", shuffle=True, num_workers=1)
+    refused(
+        DataLoader(DATA, 4), "shuffle, seed, num_workers: the loader has its own", shuffle=True, seed=1, num_workers=1
+    )
     refused(DataLoader(DATA, 4, sampler=DistributedSampler(DATA, 3, 0)), "divides by 3 ranks, but 2 train")
     refused(DataLoader(DATA, 4, sampler=RandomSampler(DATA, True, 10**10)), "draws 10000000000 samples in an epoch")
     refused(DataLoader(DATA, 200, drop_last=True), "the loader has no batch")

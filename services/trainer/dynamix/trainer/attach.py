@@ -106,7 +106,7 @@ def attach(
     optimizer_family: OptimizerFamily | None = None,
     policy: str | None = None,
     policy_options: Mapping[str, float | str] | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     shuffle: bool | None = None,
     drop_last: bool | None = None,
     sampler: OwnSampler | None = None,
@@ -173,7 +173,7 @@ def attach(
             divide the global batch by their measured speeds from the first step on, with or without a bus; under
             `static` nothing changes.
         policy_options: options of the policy: numbers, or names (`codec`, `route`).
-        seed: beside a data set or of a stream, random seed of the order of the samples.
+        seed: beside a data set or of a stream, random seed of the order of the samples. Default: 0.
         shuffle: beside a data set, False uses the samples in its order.
         drop_last: beside a data set, omit the end of an epoch that does not fill a step.
         sampler: beside a data set, order of each epoch: a function from the epoch's number to indices, or a sampler of
@@ -213,7 +213,7 @@ def attach(
     check_loader_options(loader_options, look_ahead, attach.__annotations__)
     source = source_of(given, loader_options, world_size)
     dataset, orders, loader_options = source.dataset, source.orders, source.options
-    given |= {**source._asdict(), "shuffle": orders.identity.shuffle}
+    given |= {**source._asdict(), "shuffle": orders.identity.shuffle, "seed": seed or 0}
     drawn_ahead = loader_options.get("num_workers", 0) * (loader_options.get("prefetch_factor") or PREFETCH_FACTOR)
     options = options_of(
         *(given, models, optimizers),

@@ -24,16 +24,20 @@ def source_of(given: Mapping[str, Any], options: LoaderOptions, world_size: int)
         ValueError: when the data cannot be used, or an argument contradicts the loader, naming the fix.
     """
     data, size, steps = given["data"], given["local_batch_size"], given["gradient_accumulation_steps"]
+    seed = given["seed"] or 0
     if isinstance(data, DataLoader):
-        asked = {**{name: given[name] for name in ("shuffle", "drop_last", "sampler")}, **options}
+        told = ("shuffle", "drop_last", "sampler", *(() if isinstance(data.dataset, IterableDataset) else ("seed",)))
+        asked = {**{name: given[name] for name in told}, **options}
         if named := [name for name, value in asked.items() if value is not None]:
-            raise ValueError(f"{', '.join(named)}: the loader says it, give it to your DataLoader instead of attach")
-        found = read_loader(data, world_size, given["seed"])
+            raise ValueError(
+                f"{', '.join(named)}: the loader has its own, give it to your DataLoader or sampler, not to attach"
+            )
+        found = read_loader(data, world_size, seed)
         _check_length(data, steps)
         return found._replace(local_batch_size=found.local_batch_size * steps if size is None else size)
     if size is None:
         raise TypeError("attach needs local_batch_size=... beside a data set; a DataLoader brings its own")
-    orders = _orders_of(data, given["sampler"], given["seed"], shuffle=given["shuffle"] is not False)
+    orders = _orders_of(data, given["sampler"], seed, shuffle=given["shuffle"] is not False)
     return Source(data, orders, size, bool(given["drop_last"]), options)
 
 
