@@ -218,6 +218,13 @@ def is_at(points: Sequence[Point], accuracy: float) -> bool:
     return len(points) >= LOOKS and _newest(points) >= accuracy
 
 
+def crossed_s(points: Sequence[Point], accuracy: float) -> float:
+    """Training time at which the mean of a run that is at the target crossed it, in a straight line between looks."""
+    before, now = (_newest(points[:-1]) if len(points) > LOOKS else accuracy), _newest(points)
+    above = (now - accuracy) / (now - before) if now > before else 0.0
+    return points[-1].trained_s - above * (points[-1].trained_s - points[-2].trained_s)
+
+
 def is_behind(points: Sequence[Point], best: Sequence[Point]) -> bool:
     """Whether a run is so far below where the best one so far was at that time that it need not go on."""
     number = len(points)
@@ -230,7 +237,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """One run, as its file has it."""
 
     reached_s: float | None
-    """Training time at which the target was first seen to be reached; `None`: missed."""
+    """Training time at which the target was reached; `None`: missed."""
     limit_s: float
     """Training time after which the run was ended."""
     points: list[Point]
@@ -582,7 +589,7 @@ class Runner:
         trained_s = points[-1].trained_s
         reached = is_at(points, wanted.target) and trained_s <= limit_s
         return Outcome(
-            reached_s=trained_s if reached else None,
+            reached_s=crossed_s(points, wanted.target) if reached else None,
             limit_s=min(limit_s, trained_s) if is_behind(points, best) else limit_s,
             points=points,
         )
