@@ -6,7 +6,7 @@ cluster. Each writes its table to docs/results/NAME.csv (--csv) and its curves t
 policies are kept in --work: a second start goes on where the first one was killed.
 
 `reduced` takes a few minutes each on a core, `full` is for many cores and a long night; `smoke` shows that it runs.
-Some run only when --only names them: `heldout` and `exchange-heldout` are `dynamix evaluate` on held-out scenarios,
+Some run only when --only names them: `heldout` and `...-heldout` are `dynamix evaluate` on held-out scenarios,
 `adaptdl` needs AdaptDL's packages (`make adaptdl`), `paper-...` are the paper's models at their own size (hours;
 CIFAR-10 and a text).
 """
@@ -279,6 +279,7 @@ EVALUATIONS: Mapping[str, Sequence[str]] = {
         *("--scenarios", "varying/heldout", "--rows", str(ROOT / "scenarios/rows/varying.toml")),
         *("--seeds", "3"),
     ),
+    "links-heldout": ("--scenarios", "links/heldout", "--rows", str(ROOT / "scenarios/rows/links.toml")),
     "published-heldout": (
         *("--scenarios", "published/heldout", "--rows", str(ROOT / "scenarios/rows/published.toml")),
         *("--seeds", "5"),
