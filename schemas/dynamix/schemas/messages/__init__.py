@@ -82,12 +82,12 @@ class Summary(Message, frozen=True, kw_only=True, array_like=True):
     @property
     def text(self) -> str:
         """The figures in a sentence or two."""
-        took = f"{self.num_steps} steps in {self.time_s:.3g} s"
+        took = f"{self.num_steps:,} steps in {float(f'{self.time_s:.3g}'):,g} s"
         for what, seconds in (("at equal sizes", self.equal_sizes_s), ("at the script's batch", self.script_batch_s)):
-            took += "" if seconds is None else f", {what} about {seconds:.3g} s"
+            took += "" if seconds is None else f", {what} about {float(f'{seconds:.3g}'):,g} s"
         if self.script_batch_s is not None:
             took += " (by samples, not by progress)"
-        own = f"our own work took {self.own_s:.2g} s ({self.own_s / max(self.time_s, 1e-9):.1%})"
+        own = f"our own work took {float(f'{self.own_s:.2g}'):,g} s ({self.own_s / max(self.time_s, 1e-9):.1%})"
         is_worth = self.gain is None or self.gain >= LEAST_GAIN
         return f"{took}; {own}" + ("" if is_worth else "; not worth it here: train this job without DYNAMIX")
 

@@ -74,7 +74,7 @@ def frame(
     if job is not None:
         nodes = f" on {len(job.nodes)} nodes" if len(job.nodes) > 1 else ""
         parts = [job.policy, *parts, f"{job.world_size} ranks{nodes}"]
-        parts += [job.end_reason] if job.phase == "ended" and job.end_reason else []
+        parts += [job.end_reason] if job.phase == "ended" and job.end_reason not in {"", "left"} else []
     if view.generation:
         parts.append(f"restart {view.generation}")
     age_s = max(0.0, (now_ns - view.updated_ns) / 1e9)

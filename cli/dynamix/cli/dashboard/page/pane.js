@@ -93,8 +93,8 @@ export class Pane {
     setText(this.name, job.name);
     this.root.setAttribute("aria-label", job.name);
     const [text, kind] = PHASES[job.phase];
-    const reason = job.phase === "ended" && job.specification?.end_reason;
-    setText(this.phase, [text, reason, reason && job.summary].filter(Boolean).join(": "));
+    const reason = job.phase === "ended" && job.specification?.end_reason; // "left": the script's end, without close
+    setText(this.phase, [text, reason !== "left" && reason, reason && job.summary].filter(Boolean).join(": "));
     this.phase.className = kind;
     this.tiles.forEach((tile, index) => setText(tile.value, job.metrics ? TILES[index][2](job.metrics, job) : "–"));
     this.showAge();
