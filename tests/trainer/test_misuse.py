@@ -3,10 +3,11 @@
 import pytest
 import torch
 from tests.support.ranks import RankError, run_ranks
-from tests.support.training import Numbered, begin_job, distribute, make_model, train_step
+from tests.support.training import Numbered, begin_job, distribute, kept_messages, make_model, train_step
 from torch import nn
 
 from dynamix import trainer as dynamix
+from dynamix.trainer.gradient.hook import MOST_ALONE
 
 
 def _attach_differently(rank: int) -> None:
@@ -19,6 +20,22 @@ def test_options_that_differ_between_ranks_end_all_of_them() -> None:
     assert (
         str(error.value).count("rank 1 attached with other options than rank 0 (local_batch_sizes=(9, 9) and not") == 2
     )
+
+
+def _train_on_other_batches(_rank: int) -> list[str]:
+    messages, data = kept_messages(), Numbered(64)
+    model = distribute(make_model())
+    session, _, _ = begin_job(data, model)
+    for _ in range(2 * MOST_ALONE):
+        model(data.inputs[:4]).sum().backward()
+    session.close()
+    return messages
+
+
+def test_a_job_that_ignores_the_sessions_loader_is_warned_once() -> None:
+    (warning,), of_rank_1 = run_ranks(_train_on_other_batches, 2)
+    assert f"{MOST_ALONE} forward passes of training without a batch of the session" in warning
+    assert of_rank_1 == []
 
 
 def _misuse(_rank: int) -> None:

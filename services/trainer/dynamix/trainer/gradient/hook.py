@@ -13,6 +13,7 @@ by the same plan; compute times come with every exchange, and those of the step'
 """
 
 import gc
+import logging
 import time
 import weakref
 from array import array
@@ -37,6 +38,8 @@ from .clock import Clock
 from .losses import LossWarnings
 from .models import set_gradient_sync
 from .noise import NOT_MEASURED, NormSketch, SquaredNorms, StepSketches
+
+_log = logging.getLogger("dynamix.trainer")
 
 Reduction = Literal["mean", "sum"]
 """How the user's loss combines the samples of its batch."""
@@ -464,6 +467,10 @@ DROPPED = (
 )
 
 
+MOST_ALONE = 20
+"""Forward passes of training before the session's first batch, after which rank 0 warns."""
+
+
 class _HookPlace:
     """The one communication hook that DDP allows a model, for one session after the other."""
 
@@ -522,6 +529,8 @@ class CoveredModels:
         self._hooks: list[GradientHook] = []
         self._num_reduced = 0
         self._saw_no_sync = False
+        self._num_alone = 0
+        """Forward passes of training before the first batch of the session."""
         self._only_adds = False
         """Whether the current micro-batch's gradient is only added up."""
         self._probe: tuple[torch.nn.Parameter, torch.Tensor] | None = None
@@ -707,6 +716,14 @@ class CoveredModels:
             self.losses.forward_begins(model)
         if batch is not None and batch.is_last and not model.require_backward_grad_sync and torch.is_grad_enabled():
             self._saw_no_sync = True
+        if batch is None and model.training and torch.is_grad_enabled():
+            self._num_alone += 1
+            if self._num_alone == MOST_ALONE and self.exchange.rank == 0:
+                _log.warning(
+                    "%d forward passes of training without a batch of the session: loop over the loader that attach "
+                    "returned, or this job trains as without DYNAMIX",
+                    MOST_ALONE,
+                )
 
     @property
     def saw_backward(self) -> bool:
@@ -726,7 +743,8 @@ class CoveredModels:
                 "the gradient of a batch under no_sync (require_backward_grad_sync=False) was neither exchanged nor "
                 "applied: for gradient accumulation drop no_sync, call optimizer.step() only if "
                 "session.sync_gradients, and pass to attach either micro_batch_size, where the script divides no loss, "
-                "or gradient_accumulation_steps=N, where it divides each by N; local_batch_size counts the whole step"
+                "or gradient_accumulation_steps=N, where it divides each by N; local_batch_size counts the whole step "
+                "(under Accelerate, dynamix.trainer.frameworks.accelerate.attach does so)"
             )
         norms = NOT_MEASURED
         for hook in self._hooks:

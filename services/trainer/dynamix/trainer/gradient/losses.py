@@ -51,6 +51,8 @@ class LossWarnings:
         """Begin with everything to look for."""
         self._may_be_weighted = self.weighs_samples and not self.is_sum
         self._may_be_joint = self._may_be_weighted and not self.is_joint
+        self.hides_slow_ranks = False
+        """Whether ranks were seen to wait for each other in the forward pass, which counts as computing."""
         self._group: dist.ProcessGroup | None = None
         """That of the model whose forward pass has begun, until its gradient comes."""
         self._num_before = 0
@@ -124,10 +126,12 @@ class LossWarnings:
         number = 0 if group is None else _num_collectives(group) - self._num_before
         self._may_be_joint = False
         if number > 0:
+            self.hides_slow_ranks = True
             _log.warning(
-                "collectives ran (%d) between the beginning of the forward pass and backward(): if the loss depends on "
-                "them, unequal batches change the gradient; divide the loss by a count of this rank alone and pass "
-                "that as attach(count_tokens=...), or, with features of other ranks, %s",
+                "collectives ran (%d) between the beginning of the forward pass and backward(): ranks wait in them, "
+                "which hides a slow rank; and if the loss depends on them, unequal batches change the gradient: divide "
+                "the loss by a count of this rank alone and pass that as attach(count_tokens=...), or, with features "
+                "of other ranks, %s",
                 number,
                 EQUAL_SIZES,
             )

@@ -16,6 +16,8 @@ import sys
 import time
 from dataclasses import dataclass
 
+import msgspec
+
 from dynamix.schemas.messages import REFUSALS, Action, Summary
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.bus_client.transport import Transport
@@ -98,8 +100,11 @@ class Steering:
         run.ended = True
 
     def summary(self) -> Summary | None:
-        """What was gained by the windows so far."""
-        return self._gains.summary(self.meter.clock.own_s)
+        """What was gained by the windows so far; no estimates where slow ranks cannot be seen."""
+        found = self._gains.summary(self.meter.clock.own_s)
+        if found is not None and self.losses is not None and self.losses.hides_slow_ranks:
+            found = msgspec.structs.replace(found, equal_sizes_s=None, script_batch_s=None)
+        return found
 
     def close(self, timeout_s: float) -> None:
         """Leave the other ranks, the loggers and the bus; each of these two may take `timeout_s`."""
