@@ -1,14 +1,15 @@
 """How gradients are exchanged: a law of measured times. Pure.
 
     x = e / (c_0 + e)                               exposed share of an exact step at the user's base batch
-    h = sqrt(C / c * (1 / k - 1)),  k = 0.03 (N / 8)^0.7                     steps between two averagings
+    h = sqrt(C / c * (1 / k - 1)),  k = 0.07 (N / 8)^0.7                     steps between two averagings
 
-e is the communication that computing does not hide, C the time of one averaging, which nothing hides, c the compute
-time of the slowest rank in a step of the last sizes, c_0 at the base batch. k is the share of progress that a local
-step of N ranks loses: 0.03 of 8 ranks, the best of 0.03, 0.04 and 0.07 on train scenarios.
+e is the communication that computing does not hide, C the time of one averaging: the waiting of the rank that waits
+least. c is the compute time of the slowest rank in a step of the last sizes, c_0 at the base batch. k is the share of
+progress that a local step of N ranks loses. h becomes the nearest power of two; 0.03 to 0.15 of 8 ranks do as well on
+train scenarios, 0.07 agrees with rounds on real clocks.
 
-- **Rounding** to `int8` begins when x > 0.3 and ends when x < 0.2, in jobs that permit it; and with it local steps, in
-  jobs that permit them and do not use Adam: with the period `FIRST_PERIOD`, and with h once C is measured.
+- **Rounding** to `int8` begins when x > 0.3, in jobs that permit it; and with it local steps, in jobs that permit them
+  and do not use Adam, until h is below 1.4. The first period is 4, until C is measured.
 - **Otherwise** the way of exchange that takes least, if that saves `WORTHWHILE` of an exact step at the base batch:
   gradients as they are, `rows` where the model has embedding tables, owners with shares where a link is slow, and
   `int8`. What a way takes is measured once it was active; before that it is a share of the exact time (`rows`: of the
@@ -28,25 +29,24 @@ from msgspec.structs import replace
 from dynamix.schemas.apportion import balanced_shares, ring_time, shared_time
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import EXACT, Exchange, is_permitted
+from dynamix.schemas.policies import FIRST_PERIOD
 
 from .policy import Array32, Array64, column
-from .step_time import StepTime, StepTimeFit
+from .step_time import StepTime
 
-BEGIN, END = 0.3, 0.2
-"""x from which on `int8` begins, and below which it ends."""
-LOSS_OF_EIGHT, LOSS_POWER = 0.03, 0.7
+BEGIN = 0.3
+"""x above which `int8` begins."""
+LOSS_OF_EIGHT, LOSS_POWER = 0.07, 0.7
 """k of 8 ranks, and how it grows with their number."""
-FIRST_PERIOD = 4
-MOST_FREE = 5
-"""Longest period that need not divide a window."""
 WORTHWHILE = 0.1
 """Share of an exact step that another way must save to begin; half of it to stay."""
-DWELL = 3
-"""Windows for which a decision stands at least."""
+MOST_EVERY = 16
 LAG = 2
-"""Windows after which a decision takes effect."""
-SMOOTHING, JUMP = 0.5, 1.3
-"""Weight of the newest time; one that changed by more than a factor of `JUMP` is adopted at once."""
+"""Windows after which a decision takes effect, and those for which it stands at least."""
+SMOOTHING = 0.5
+"""Weight of the newest time."""
+JUMP = 1.3
+"""Factor by which shares must take longer before the links are measured again."""
 
 OVER_OWNERS = "shares"
 PRIORS = {"none": 1.0, "rows": 0.3, "int8": 0.3, OVER_OWNERS: 1.0}
@@ -75,7 +75,7 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
     """Of one exchange of each measured way, as far as computing does not hide it; of `round`, an averaging."""
     observed: str = ""
     """The way of the newest observed window, also `round`."""
-    age: int = DWELL
+    age: int = LAG
     """Windows since another way was decided."""
     rates: Array64 = msgspec.field(default_factory=lambda: np.zeros(0))
     """Bytes per second of each rank's link, smoothed; empty before they are known."""
@@ -101,20 +101,23 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
         """The newest decision as an action has it."""
         return self.newest if way_of(self.newest) != OVER_OWNERS else replace(self.newest, shares=self.shares)
 
-    def observe(self, exposed_s: float) -> "ExchangeMemory":
-        """The memory after a window of the first of `active`, with so much exposed communication per step."""
+    def observe(self, sync_s: float, num_steps: int) -> "ExchangeMemory":
+        """The memory after a window of the first of `active`, in which no rank waited less per step."""
         current, known = self.active[0], replace(self, age=self.age + 1)
-        name, taken_s = _name(current), exposed_s * current.every
+        name = _name(current)
         are_ending = name == OVER_OWNERS and way_of(self.newest) != OVER_OWNERS  # their time is forgotten
-        if are_ending or not 0.0 < exposed_s < math.inf:
+        if are_ending or not 0.0 < sync_s < math.inf:
             return known
+        number, before_s = num_steps / current.every, self.times_s.get(name, 0.0)
+        if before_s and current.every > 1:  # as many averagings as fit best
+            number = min(max(round(sync_s * num_steps / before_s), math.floor(number)), math.ceil(number))
+        taken_s = sync_s * num_steps / max(number, 1)
         if name != self.observed:
             return replace(known, times_s={**self.times_s, name: taken_s}, observed=name)
-        ratio = taken_s / self.times_s[name]
+        ratio = taken_s / before_s
         if name == OVER_OWNERS and ratio > JUMP:  # another link may be slow now
             known = replace(known, age=LOOK_AGAIN)
-        ratio = ratio**SMOOTHING if 1.0 / JUMP <= ratio <= JUMP else ratio
-        return replace(known, times_s={way: time_s * ratio for way, time_s in self.times_s.items()})
+        return replace(known, times_s={way: time_s * ratio**SMOOTHING for way, time_s in self.times_s.items()})
 
     def decided(self, exchange: Exchange) -> "ExchangeMemory":
         """The memory with one more decision."""
@@ -153,19 +156,28 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
         return replace(self, rates=self.rates * believed, num_link_windows=number)
 
 
-def choose(job: Job, model: StepTime, memory: ExchangeMemory, current: float, *, max_every: int) -> Exchange:
+def choose(job: Job, model: StepTime, memory: ExchangeMemory, current: float) -> Exchange:
     """The exchange that the next decision names; `current` is the global batch of the last one."""
     newest, exact_s = memory.newest, memory.time_s(EXACT, 0.0)
     if math.isnan(exact_s) or not is_permitted(newest, job.exchange):
         return EXACT
-    if memory.age < DWELL:
+    if memory.age < LAG:
         return newest
     compute_s, base_s = map(float, model.slowest_s(np.array([current, job.base_global_batch_size])))
-    may_round = job.exchange != "exact" and exact_s / (base_s + exact_s) > (END if newest.codec == "int8" else BEGIN)
-    if may_round and job.exchange == "local" and job.optimizer_family == "sgd" and max_every > 1:
-        return Exchange(codec="int8", every=_period(job, memory.times_s.get("round"), compute_s, max_every))
+    is_exposed = job.exchange != "exact" and exact_s > BEGIN * (base_s + exact_s)
+    if job.exchange == "local" and job.optimizer_family == "sgd" and (is_exposed or newest.every > 1):
+        loss = min(LOSS_OF_EIGHT * (job.world_size / 8) ** LOSS_POWER, 0.99)
+        wanted = math.sqrt(memory.times_s.get("round", math.nan) / compute_s * (1.0 / loss - 1.0))
+        every = FIRST_PERIOD if math.isnan(wanted) else min(2 ** max(round(math.log2(wanted)), 0), MOST_EVERY)
+        if every > 1 or newest.every > 1:  # where local steps end, exact ones are measured again
+            return Exchange(codec="int8", every=every) if every > 1 else EXACT
     if way_of(newest) == OVER_OWNERS and memory.age >= LOOK_AGAIN:
         return EXACT
+    return _cheapest(job, memory, WORTHWHILE * (base_s + exact_s), may_round=is_exposed or newest.codec == "int8")
+
+
+def _cheapest(job: Job, memory: ExchangeMemory, worthwhile_s: float, *, may_round: bool) -> Exchange:
+    """The way that takes least, if it saves so much; half of it where it is the newest decision."""
     ways = [EXACT]
     if job.table_share:
         ways.append(Exchange(codec="rows"))
@@ -173,33 +185,21 @@ def choose(job: Job, model: StepTime, memory: ExchangeMemory, current: float, *,
         ways.append(Exchange(route=OVER_OWNERS))
     if may_round:
         ways.append(Exchange(codec="int8"))
-    if newest not in ways:
-        newest = EXACT
     times_s = {way: memory.time_s(way, job.table_share) for way in ways}
-    worthwhile_s = WORTHWHILE * (base_s + exact_s)
-    if exact_s - times_s[newest] < worthwhile_s / 2:
+    newest = memory.newest if memory.newest in ways else EXACT
+    if times_s[EXACT] - times_s[newest] < worthwhile_s / 2:
         newest = EXACT
     best = min(ways, key=times_s.__getitem__)
     return best if times_s[newest] - times_s[best] > worthwhile_s else newest
 
 
-def _period(job: Job, averaging_s: float | None, compute_s: float, max_every: int) -> int:
-    """h; of long periods only one with equally many averagings in each window, so that windows can be compared."""
-    if averaging_s is None:
-        return min(FIRST_PERIOD, max_every)
-    loss = min(LOSS_OF_EIGHT * (job.world_size / 8) ** LOSS_POWER, 0.99)
-    wanted = math.sqrt(averaging_s / compute_s * (1.0 / loss - 1.0))
-    periods = [every for every in range(2, max_every + 1) if every <= MOST_FREE or job.window_steps % every == 0]
-    return min(periods, key=lambda every: abs(math.log(every / wanted)))
-
-
 def decided_exchange(
-    job: Job, memory: ExchangeMemory, model: StepTime | None, current: float, *, max_every: int
+    job: Job, memory: ExchangeMemory, model: StepTime | None, current: float
 ) -> tuple[ExchangeMemory, StepTime | None]:
     """The memory with the next decision, and the step-time model for its steps."""
     if model is None:
         return memory.decided(memory.newest), None
-    chosen = choose(job, model, memory, current, max_every=max_every)
+    chosen = choose(job, model, memory, current)
     return memory.decided(chosen), model_after(chosen, model, memory, job.table_share)
 
 
@@ -208,18 +208,10 @@ def is_decided(job: Job) -> bool:
     return job.exchange != "exact" or (job.supports_exchange and job.table_share > 0.0) or can_share(job)
 
 
-def exposed_time(fit: StepTimeFit, model: StepTime | None) -> float:
-    """Communication of the newest window that computing did not hide, in seconds per step; NaN where unknown."""
-    measured = np.isfinite(fit.samples_W)
-    if model is None or not measured.any():
-        return math.nan
-    return float(fit.barrier_s + fit.sync_s - model.compute_s(fit.samples_W)[measured].max())
-
-
 def model_after(chosen: Exchange, model: StepTime, memory: ExchangeMemory, table_share: float) -> StepTime:
     """The step-time model of windows of the first of `active`, for steps with the chosen exchange."""
     current = memory.active[0]
-    if _name(chosen) == _name(current) and chosen.every == current.every:
+    if chosen.every == 1 and _name(chosen) == _name(current):
         return model
     time_s = memory.time_s(chosen, table_share)
     if math.isnan(time_s):

@@ -19,12 +19,11 @@ from dynamix.schemas.messages import MAX_ARMS, MAX_PROFILE_BYTES, Action, ArmRec
 from dynamix.schemas.policies import POLICY_OPTIONS, RATE_EXPONENTS, Options, most_worthwhile
 
 from .exchange import (
-    DWELL,
+    LAG,
     OVER_OWNERS,
     ExchangeMemory,
     can_share,
     decided_exchange,
-    exposed_time,
     is_decided,
     link_rates,
     model_after,
@@ -353,7 +352,7 @@ class Rule:
     """
 
     name = "rule"
-    version = 10
+    version = 11
     options: ClassVar[Options] = POLICY_OPTIONS["rule"]
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
@@ -365,7 +364,8 @@ class Rule:
             noise = noise.observe(noise_scale)
 
         # what earlier runs taught, while the first windows agree with it
-        seen = before.observe_times(job, StepTimeFit.of(state.fit, job), window_of(job, obs_WF, global_F))
+        times = window_of(job, obs_WF, global_F)
+        seen = before.observe_times(job, StepTimeFit.of(state.fit, job), times)
         fit, exploration = seen.fit, tried
         runs = seen.runs
         if runs.standing is Standing.DROPPED is not before.standing:
@@ -387,10 +387,9 @@ class Rule:
         model, measured = seen.deciding.model(job), memory.active[0]
         if is_decided(job):
             if not disagrees:
-                memory = memory.observe(exposed_time(seen.deciding, model))
+                memory = memory.observe(times.sync_s, steps_of(job, global_F))
                 memory = memory.with_links(link_rates(obs_WF)) if can_share(job) else memory
-            max_every = int(option(self.options, job, "max_every"))
-            memory, model = decided_exchange(job, memory, model, current, max_every=max_every)
+            memory, model = decided_exchange(job, memory, model, current)
         if memory.active[0] != measured:  # the next window's communication time is that of another exchange
             fit = replace(fit, sync_s=math.nan)
             runs = runs if runs.cold is None else replace(runs, cold=replace(runs.cold, sync_s=math.nan))
@@ -427,7 +426,7 @@ class Rule:
         if model is not None and is_decided(job):
             theirs, first = known.exchange or memory, memory.active[0]
             model = model_after(first, model, theirs, job.table_share)
-            memory = replace(theirs, active=memory.active, shares=memory.shares, age=DWELL)
+            memory = replace(theirs, active=memory.active, shares=memory.shares, age=LAG)
         if fit is not None and model is not None:
             unknown, slope = np.full(job.world_size, math.nan), model.sync_slope
             fit = replace(fit, samples_W=unknown, compute_W=unknown, barrier_s=math.nan, sync_s=math.nan)
