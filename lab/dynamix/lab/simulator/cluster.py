@@ -4,6 +4,7 @@ What real ranks compute is computed by their code: the schedule and the plan of 
 totals and reports, which action is adopted. Virtual are the clock and what the kernel would have seen.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import torch
+from msgspec.structs import replace as replace_fields
 
 from dynamix.lab.workloads import Data, Part, make_optimizer, workload_named
 from dynamix.schemas.messages import Action, Applied, NetworkMetrics, RankRow, Report, SystemMetrics, Trace
@@ -25,6 +27,7 @@ from dynamix.trainer.gradient.noise import NoiseAverage, NoiseSums, is_measured,
 from dynamix.trainer.job.identity import Attempt, JobIdentity, Place
 from dynamix.trainer.job.options import JobOptions
 from dynamix.trainer.measurement.meter import Row, job_totals
+from dynamix.trainer.steering.beginning import LAST_TIMED, NUM_TIMED, begun_exchange, is_timed
 from dynamix.trainer.steering.fast_loop import FastLoop
 from dynamix.trainer.steering.offers import Offers
 from dynamix.trainer.steering.run import Reporter, field_of
@@ -292,6 +295,8 @@ class VirtualCluster:
         self._newest_traces: dict[str, Trace] = {}
         fewest, most = self._options.min_local_batch_size, self._identity.max_local_batch_sizes
         self._fast_loop = FastLoop(self._schedule, fewest, most)
+        self._first_times: list[float] = []
+        """Numbers as real ranks share them."""
         self._decided = False
         """Whether the next step is the first one with another allocation."""
         self._reporters = [
@@ -413,6 +418,21 @@ class VirtualCluster:
                 seconds, counts = self.rounds.ended_times(begun_s + timing.compute_s)
             # a loader without workers has drawn nothing yet
             self._fast_loop.observe_times(seconds, self.position.step, counts)
+        self._time_first_steps(plan, timing)
+
+    def _time_first_steps(self, plan: StepPlan, timing: StepTiming) -> None:
+        """Begin with another exchange by the times of the first steps, as real ranks do."""
+        if 0 <= LAST_TIMED - plan.step < NUM_TIMED and is_timed(self._options, self._schedule.newest.exchange):
+            seconds = timing.seconds_per_sample(plan.counts.values)
+            self._first_times += itertools.chain(*zip(seconds, timing.sync_s.tolist(), strict=True))
+        effective_step = LAST_TIMED + MARGIN_STEPS + 1  # one more, where it is known a step before what follows
+        if plan.step != LAST_TIMED + 1 or not self._first_times or effective_step >= self.scenario.window_steps:
+            return
+        if (begun := begun_exchange(self._options, self._first_times)) is not None:
+            self._schedule.revise(effective_step, replace_fields(self._schedule.newest, exchange=begun[0]))
+            for reporter in self._reporters:
+                reporter.begun = begun
+            self.job = self._reporters[0].specification(total_samples=None)
 
     def _active(self, step: int) -> ActiveExchange:
         """The exchange that is active in a step; a worker alone sends nothing."""

@@ -15,7 +15,8 @@ train scenarios, 0.07 agrees with rounds on real clocks.
   `int8`. What a way takes is measured once it was active; before that it is a share of the exact time (`rows`: of the
   rows of a table that some rank touched; `shares`: by the rates of the ranks' links).
 
-A time that changes while its way stays active shows a change of the network, which scales the times of all ways.
+A time that changes while its way stays active shows a change of the network, which scales the times of all ways. Ranks
+may have begun by themselves (`trainer/steering/beginning.py`): then the job's specification has e.
 """
 
 import dataclasses
@@ -89,7 +90,9 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
         """Before the first window."""
         first = job.initial_exchange
         is_known = first.codec in PRIORS and (way_of(first) == OVER_OWNERS or not first.shares)
-        return cls((replace(first, shares=()) if is_known else EXACT,) * LAG, shares=first.shares if is_known else ())
+        times_s, name = ({}, "") if job.exact_exposed_s is None else ({EXACT.codec: job.exact_exposed_s}, EXACT.codec)
+        active, shares = (replace(first, shares=()), first.shares) if is_known else (EXACT, ())
+        return cls((active,) * LAG, times_s, name, shares=shares)
 
     @property
     def newest(self) -> Exchange:

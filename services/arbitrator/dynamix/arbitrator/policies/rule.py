@@ -355,7 +355,7 @@ class Rule:
     version = 11
     options: ClassVar[Options] = POLICY_OPTIONS["rule"]
 
-    def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
+    def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:
         """The next sizes. While B_noise was never known B stays, and without any measured time nothing changes."""
         state = unpack(_State, carry)
         memory, before = state.exchange or ExchangeMemory.of(job), state.runs or EarlierRuns()
@@ -364,7 +364,8 @@ class Rule:
             noise = noise.observe(noise_scale)
 
         # what earlier runs taught, while the first windows agree with it
-        times = window_of(job, obs_WF, global_F)
+        times, began = window_of(job, obs_WF, global_F), window == 0 and job.exact_exposed_s is not None
+        times = times._replace(sync_s=math.nan) if began else times  # steps of two exchanges
         seen = before.observe_times(job, StepTimeFit.of(state.fit, job), times)
         fit, exploration = seen.fit, tried
         runs = seen.runs

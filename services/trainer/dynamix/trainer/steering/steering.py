@@ -16,16 +16,20 @@ import sys
 import time
 from dataclasses import dataclass
 
+import msgspec
+
 from dynamix.schemas.messages import REFUSALS, Action, Summary
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.bus_client.transport import Transport
 from dynamix.trainer.data.orders import ONE_PART
 from dynamix.trainer.data.plan import Counts, PlanSampler, Position
+from dynamix.trainer.gradient.clock import StepTimes
 from dynamix.trainer.gradient.losses import LossWarnings
 from dynamix.trainer.gradient.noise import window_moments
 from dynamix.trainer.loggers import MetricHistory, window_metrics
 from dynamix.trainer.measurement.meter import ROWS, Gains, RankMeter, job_totals
 
+from .beginning import NUM_TIMED, begun_exchange, numbers_of
 from .collectives import Collectives
 from .offers import Offers
 from .run import Run
@@ -56,6 +60,10 @@ class Steering:
         times longer the next may be."""
         self._posted_decision: tuple[int, Action | None] | None = None
         """Effective step of the decision that is under way, and its action, known in rank 0."""
+        self._times: list[StepTimes] = []
+        """Of steps of the window, if they were taken before its end."""
+        self._posted_times: int | None = None
+        """Effective step of what follows from the first times, which are under way."""
         self._sockets_due = False
         self._fault = ""
         """What is wrong with the data, where the ranks have read different streams."""
@@ -80,7 +88,8 @@ class Steering:
         run.begin(position.step)
         if run.place.rank == 0:
             self.offers = Offers(run.identity, run.options, run.schedule.newest)
-            self.transport.publish(run.reporter.specification(total_samples=run.total_samples))
+            if run.last_timed is None:
+                self.transport.publish(run.reporter.specification(total_samples=run.total_samples))
 
     def end(self, reason: str | None) -> None:
         """End the job, once; rank 0 publishes the reason, `None` publishes nothing. Waits for nothing."""
@@ -125,17 +134,23 @@ class Steering:
             and not run.fast_loop.takes_in(step, seconds_per_sample)
         ):
             seconds_per_sample = None
-        is_posted = self._posted_window is not None or self._posted_decision is not None or self._sockets_due
+        is_posted = (self._posted_window, self._posted_decision, self._posted_times) != (None, None, None)
         windows, ahead = run.windows, step + run.options.margin_steps
-        ends, adopts = windows.is_start(position.step), windows.is_start(ahead)
-        if not (ends or adopts or is_posted or seconds_per_sample is not None):
+        ends, adopts, is_timed = windows.is_start(position.step), windows.is_start(ahead), step == run.last_timed
+        if not (ends or adopts or is_timed or is_posted or self._sockets_due or seconds_per_sample is not None):
             return
         clock = self.meter.clock
-        times = clock.take_times() if ends else []  # waits for a GPU: before the time that is charged
+        if ends or is_timed:
+            self._times += clock.take_times()  # waits for a GPU: before the time that is charged
         began = time.perf_counter()
         self.complete_posted()
         if self._fault:
             raise ValueError(self._fault)
+        if is_timed:
+            rank, world_size = run.place.rank, self.collectives.world_size
+            sizes = [run.schedule.counts_at(each).values[rank] for each in range(step + 1 - NUM_TIMED, step + 1)]
+            self.collectives.post_numbers(numbers_of(rank, world_size, self._times[-NUM_TIMED:], sizes))
+            self._posted_times = ahead
         if seconds_per_sample is not None:  # after `complete_posted`, which may have run before this step on all ranks
             # one step less ahead than a decision, since nothing has to be sent first
             effective_step = position.step - 1 + self.run.options.margin_steps - 1
@@ -151,6 +166,7 @@ class Steering:
             sockets, place = self.meter.sockets, self.run.place
             sockets.match(self.collectives.gather_objects(sockets.candidates()), place.rank, place.node_ranks)
         if ends:  # send this rank's row of the window
+            times, self._times = self._times, []
             self.collectives.post_row(self.meter.take_row(times, self.run.held_out_accuracy))
             of_step = run.schedule.counts_at(step), run.schedule.allocation_at(step)
             self._posted_window = position, *of_step, run.calm_times
@@ -160,10 +176,22 @@ class Steering:
 
     def complete_posted(self) -> None:
         """Complete what the last step posted; no new collective, so that a rank may do it alone, for a checkpoint."""
+        if self._posted_times is not None:
+            self._complete_times(self._posted_times)
         if self._posted_window is not None:
             self._complete_window(*self._posted_window)
         if self._posted_decision is not None:
             self._complete_decision(*self._posted_decision)
+
+    def _complete_times(self, effective_step: int) -> None:
+        """Begin with another exchange, or not, as the first times say; only now the job's specification is known."""
+        self._posted_times, run = None, self.run
+        if (begun := begun_exchange(run.options, self.collectives.take_numbers())) is not None:
+            self._assert_not_drawn(effective_step)
+            run.fast_loop.adopt(effective_step, msgspec.structs.replace(run.schedule.newest, exchange=begun[0]))
+            run.reporter.begun = begun
+        if run.place.rank == 0:
+            self.transport.publish(run.reporter.specification(total_samples=run.total_samples))
 
     # --- windows -----------------------------------------------------------------------------------------------
 
