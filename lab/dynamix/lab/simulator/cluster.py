@@ -4,7 +4,6 @@ What real ranks compute is computed by their code: the schedule and the plan of 
 totals and reports, which action is adopted. Virtual are the clock and what the kernel would have seen.
 """
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -295,8 +294,8 @@ class VirtualCluster:
         self._newest_traces: dict[str, Trace] = {}
         fewest, most = self._options.min_local_batch_size, self._identity.max_local_batch_sizes
         self._fast_loop = FastLoop(self._schedule, fewest, most)
-        self._first_times: list[float] = []
-        """Numbers as real ranks share them."""
+        self._taken_s: list[float] = []
+        """What rank 0 computed and waited in each step after the first one."""
         self._decided = False
         """Whether the next step is the first one with another allocation."""
         self._reporters = [
@@ -418,18 +417,18 @@ class VirtualCluster:
                 seconds, counts = self.rounds.ended_times(begun_s + timing.compute_s)
             # a loader without workers has drawn nothing yet
             self._fast_loop.observe_times(seconds, self.position.step, counts)
-        self._time_first_steps(plan, timing)
+        if plan.step <= LAST_TIMED + MARGIN_STEPS < self.scenario.window_steps and plan.step:
+            self._begin(plan, float(timing.compute_s[0] + timing.sync_s[0]))
 
-    def _time_first_steps(self, plan: StepPlan, timing: StepTiming) -> None:
-        """Begin with another exchange by the times of the first steps, as real ranks do."""
-        if 0 <= LAST_TIMED - plan.step < NUM_TIMED and is_timed(self._options, self._schedule.newest.exchange):
-            seconds = timing.seconds_per_sample(plan.counts.values)
-            self._first_times += itertools.chain(*zip(seconds, timing.sync_s.tolist(), strict=True))
-        effective_step = LAST_TIMED + MARGIN_STEPS + 1  # one more, where it is known a step before what follows
-        if plan.step != LAST_TIMED + 1 or not self._first_times or effective_step >= self.scenario.window_steps:
+    def _begin(self, plan: StepPlan, taken_s: float) -> None:
+        """Begin with another exchange after the first steps, in that step in which real ranks would."""
+        self._taken_s.append(taken_s)
+        if plan.step < LAST_TIMED + MARGIN_STEPS or not is_timed(self._options, self._schedule.newest):
             return
-        if (begun := begun_exchange(self._options, self._first_times)) is not None:
-            self._schedule.revise(effective_step, replace_fields(self._schedule.newest, exchange=begun[0]))
+        rates, taken = self._fast_loop.filter.rates, self._taken_s[:NUM_TIMED]
+        if (begun := begun_exchange(self._options, rates, plan.counts.values, taken)) is not None:
+            allocation = replace_fields(self._schedule.newest, exchange=begun[0])
+            self._schedule.revise(self.position.step, allocation)
             for reporter in self._reporters:
                 reporter.begun = begun
             self.job = self._reporters[0].specification(total_samples=None)

@@ -230,7 +230,7 @@ class Run:
     windows: Windows = field(init=False)
     """Counted from the generation's first step."""
     last_timed: int | None = None
-    """The step after which the ranks share the times of their first steps, if they do."""
+    """The step after which rank 0 looks at the times of the first steps, if it does."""
     started: bool = False
     ended: bool = False
     held_out_accuracy: float | None = None
@@ -279,9 +279,8 @@ class Run:
         """Count windows from a step; the initial allocation in the job's specification becomes active."""
         self.windows, self.started = self._windows_from(first_step), True
         initial, last_timed = self.schedule.allocation_at(first_step), first_step + LAST_TIMED
-        of_effect = self.windows.window_of(last_timed + self.options.margin_steps)
-        if of_effect == 0 and is_timed(self.options, initial.exchange):
-            self.last_timed = last_timed
+        in_first = self.windows.window_of(last_timed + self.options.margin_steps) == 0
+        self.last_timed = last_timed if in_first and is_timed(self.options, initial) else None
         self.reporter = Reporter(self.options, self.identity, self.place, initial)
 
     def _windows_from(self, first_step: int) -> Windows:

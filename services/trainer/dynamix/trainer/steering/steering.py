@@ -29,7 +29,7 @@ from dynamix.trainer.gradient.noise import window_moments
 from dynamix.trainer.loggers import MetricHistory, window_metrics
 from dynamix.trainer.measurement.meter import ROWS, Gains, RankMeter, job_totals
 
-from .beginning import NUM_TIMED, begun_exchange, numbers_of
+from .beginning import NUM_TIMED, begun_exchange
 from .collectives import Collectives
 from .offers import Offers
 from .run import Run
@@ -62,8 +62,6 @@ class Steering:
         """Effective step of the decision that is under way, and its action, known in rank 0."""
         self._times: list[StepTimes] = []
         """Of steps of the window, if they were taken before its end."""
-        self._posted_times: int | None = None
-        """Effective step of what follows from the first times, which are under way."""
         self._sockets_due = False
         self._fault = ""
         """What is wrong with the data, where the ranks have read different streams."""
@@ -134,10 +132,10 @@ class Steering:
             and not run.fast_loop.takes_in(step, seconds_per_sample)
         ):
             seconds_per_sample = None
-        is_posted = (self._posted_window, self._posted_decision, self._posted_times) != (None, None, None)
+        is_posted = self._posted_window is not None or self._posted_decision is not None or self._sockets_due
         windows, ahead = run.windows, step + run.options.margin_steps
         ends, adopts, is_timed = windows.is_start(position.step), windows.is_start(ahead), step == run.last_timed
-        if not (ends or adopts or is_timed or is_posted or self._sockets_due or seconds_per_sample is not None):
+        if not (ends or adopts or is_timed or is_posted or seconds_per_sample is not None):
             return
         clock = self.meter.clock
         if ends or is_timed:
@@ -146,11 +144,6 @@ class Steering:
         self.complete_posted()
         if self._fault:
             raise ValueError(self._fault)
-        if is_timed:
-            rank, world_size = run.place.rank, self.collectives.world_size
-            sizes = [run.schedule.counts_at(each).values[rank] for each in range(step + 1 - NUM_TIMED, step + 1)]
-            self.collectives.post_numbers(numbers_of(rank, world_size, self._times[-NUM_TIMED:], sizes))
-            self._posted_times = ahead
         if seconds_per_sample is not None:  # after `complete_posted`, which may have run before this step on all ranks
             # one step less ahead than a decision, since nothing has to be sent first
             effective_step = position.step - 1 + self.run.options.margin_steps - 1
@@ -170,28 +163,18 @@ class Steering:
             self.collectives.post_row(self.meter.take_row(times, self.run.held_out_accuracy))
             of_step = run.schedule.counts_at(step), run.schedule.allocation_at(step)
             self._posted_window = position, *of_step, run.calm_times
-        if adopts:
+        if is_timed:
+            self._post_beginning(step, ahead)
+        elif adopts:
             self._post_decision(ahead)
         clock.charged_s += time.perf_counter() - began
 
     def complete_posted(self) -> None:
         """Complete what the last step posted; no new collective, so that a rank may do it alone, for a checkpoint."""
-        if self._posted_times is not None:
-            self._complete_times(self._posted_times)
         if self._posted_window is not None:
             self._complete_window(*self._posted_window)
         if self._posted_decision is not None:
             self._complete_decision(*self._posted_decision)
-
-    def _complete_times(self, effective_step: int) -> None:
-        """Begin with another exchange, or not, as the first times say; only now the job's specification is known."""
-        self._posted_times, run = None, self.run
-        if (begun := begun_exchange(run.options, self.collectives.take_numbers())) is not None:
-            self._assert_not_drawn(effective_step)
-            run.fast_loop.adopt(effective_step, msgspec.structs.replace(run.schedule.newest, exchange=begun[0]))
-            run.reporter.begun = begun
-        if run.place.rank == 0:
-            self.transport.publish(run.reporter.specification(total_samples=run.total_samples))
 
     # --- windows -----------------------------------------------------------------------------------------------
 
@@ -253,6 +236,19 @@ class Steering:
         self._sockets_due = True
 
     # --- decisions ---------------------------------------------------------------------------------------------
+
+    def _post_beginning(self, step: int, effective_step: int) -> None:
+        """Send rank 0's choice of an exchange after the first steps; only now the job's specification is known."""
+        run, allocation = self.run, None
+        if run.place.rank == 0:
+            taken_s = [each.compute_s + each.sync_s for each in self._times[-NUM_TIMED:]]
+            sizes, rates = run.schedule.counts_at(step).values, run.fast_loop.filter.rates
+            if (begun := begun_exchange(run.options, rates, sizes, taken_s)) is not None:
+                run.reporter.begun = begun
+                allocation = msgspec.structs.replace(run.schedule.newest, exchange=begun[0])
+            self.transport.publish(run.reporter.specification(total_samples=run.total_samples))
+        self.collectives.post_decision(allocation)
+        self._posted_decision = effective_step, None
 
     def _post_decision(self, effective_step: int) -> None:
         """Send rank 0's newest action to all ranks, and this node's newest trace, for `effective_step` and later."""
