@@ -55,7 +55,7 @@ def chosen_after(
         model = StepTime(ones * 1e-9, ones * 64, ones * 64, ones * COMPUTE_S, 0 * ones, exposed_s(window, now))
         memory, _ = decided_exchange(job, memory, model, 64.0 * job.world_size)
         memory = unpack(ExchangeMemory, pack(memory))
-        decided.append(memory.newest_with_shares)
+        decided.append(memory.newest)
     return decided
 
 

@@ -82,27 +82,18 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
     """Bytes per second of each rank's link, smoothed; empty before they are known."""
     num_link_windows: int = 0
     """Windows that showed them, up to `LINK_WINDOWS`."""
-    shares: tuple[float, ...] = ()
-    """Shares of the newest decision for them; exchanges in `active` have none."""
 
     @classmethod
     def of(cls, job: Job) -> "ExchangeMemory":
         """Before the first window."""
-        first = job.initial_exchange
-        is_known = first.codec in PRIORS and (way_of(first) == OVER_OWNERS or not first.shares)
-        times_s, name = ({}, "") if job.exact_exposed_s is None else ({EXACT.codec: job.exact_exposed_s}, EXACT.codec)
-        active, shares = (replace(first, shares=()), first.shares) if is_known else (EXACT, ())
-        return cls((active,) * LAG, times_s, name, shares=shares)
+        first, exact_s = job.initial_exchange, job.exact_exposed_s
+        active = (first if first.codec in PRIORS else EXACT,) * LAG
+        return cls(active) if exact_s is None else cls(active, {EXACT.codec: exact_s}, EXACT.codec)
 
     @property
     def newest(self) -> Exchange:
         """The newest decision."""
         return self.active[-1]
-
-    @property
-    def newest_with_shares(self) -> Exchange:
-        """The newest decision as an action has it."""
-        return self.newest if way_of(self.newest) != OVER_OWNERS else replace(self.newest, shares=self.shares)
 
     def observe(self, sync_s: float, num_steps: int) -> "ExchangeMemory":
         """The memory after a window of the first of `active`, in which no rank waited less per step."""
@@ -130,8 +121,6 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
                 times_s = {name: time_s for name, time_s in self.times_s.items() if name != OVER_OWNERS}
                 following = replace(following, times_s=times_s, observed="", rates=np.zeros(0), num_link_windows=0)
             following = replace(following, age=0)
-            if way_of(exchange) == OVER_OWNERS:
-                following = replace(following, shares=shares_of(self.rates.tolist()))
         return following
 
     def time_s(self, exchange: Exchange, table_share: float) -> float:
@@ -185,7 +174,10 @@ def _cheapest(job: Job, memory: ExchangeMemory, worthwhile_s: float, *, may_roun
     if job.table_share:
         ways.append(Exchange(codec="rows"))
     if can_share(job) and memory.num_link_windows >= LINK_WINDOWS:
-        ways.append(Exchange(route=OVER_OWNERS))
+        shares = shares_of(memory.rates.tolist())
+        ways.append(
+            memory.newest if way_of(memory.newest) == OVER_OWNERS else Exchange(route=OVER_OWNERS, shares=shares)
+        )
     if may_round:
         ways.append(Exchange(codec="int8"))
     times_s = {way: memory.time_s(way, job.table_share) for way in ways}

@@ -371,7 +371,7 @@ class Rule:
         runs = seen.runs
         if runs.standing is Standing.DROPPED is not before.standing:
             memory = replace(  # of another cluster only what was decided is known
-                ExchangeMemory(), active=memory.active, age=memory.age, shares=memory.shares
+                ExchangeMemory(), active=memory.active, age=memory.age
             )
             # nothing is tried there; the first windows had the arm that it began with, but count as a first run's
             none = np.zeros(NUM_LEVELS)
@@ -402,7 +402,7 @@ class Rule:
         if is_decided(job):
             if way_of(memory.newest) == OVER_OWNERS:
                 reason += f"; {slowest_in_words(memory.rates.tolist())}"
-            allocation = replace(allocation, exchange=memory.newest_with_shares)
+            allocation = replace(allocation, exchange=memory.newest)
 
         note = _note(before, runs, seen, tried, exploration)
         if note or disagrees:
@@ -427,7 +427,7 @@ class Rule:
         if model is not None and is_decided(job):
             theirs, first = known.exchange or memory, memory.active[0]
             model = model_after(first, model, theirs, job.table_share)
-            memory = replace(theirs, active=memory.active, shares=memory.shares, age=LAG)
+            memory = replace(theirs, active=memory.active, age=LAG)
         if fit is not None and model is not None:
             unknown, slope = np.full(job.world_size, math.nan), model.sync_slope
             fit = replace(fit, samples_W=unknown, compute_W=unknown, barrier_s=math.nan, sync_s=math.nan)
