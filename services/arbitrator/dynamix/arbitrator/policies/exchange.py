@@ -54,7 +54,9 @@ PRIORS = {"none": 1.0, "rows": 0.3, "int8": 0.3, OVER_OWNERS: 1.0}
 """Time of each way over that of gradients as they are, before it was measured."""
 RINGS = ("none", "rows")
 """Ways in which a rank sends to the next one only, so that its connections show what links carry."""
-LINK_WINDOWS = 2
+LOWER = 0.1
+"""Weight of a rate below the one before: a rank with a busy processor shows less than its link carries, never more."""
+LINK_WINDOWS = 4
 """Windows that must have shown the links before shares are considered."""
 LOOK_AGAIN = 60
 """Windows after which shares end, to measure the links again."""
@@ -143,9 +145,8 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
         number = min(self.num_link_windows + 1, LINK_WINDOWS)
         if len(self.rates) != len(rates):
             return replace(self, rates=rates, num_link_windows=1)
-        ratios = rates / self.rates  # a rank with a busy processor shows less than its link can, never more
-        believed = np.where(ratios < 1.0, ratios**SMOOTHING, ratios)
-        return replace(self, rates=self.rates * believed, num_link_windows=number)
+        ratios = rates / self.rates
+        return replace(self, rates=self.rates * np.where(ratios < 1.0, ratios**LOWER, ratios), num_link_windows=number)
 
 
 def choose(job: Job, model: StepTime, memory: ExchangeMemory, current: float) -> Exchange:
