@@ -60,13 +60,9 @@ LINK_WINDOWS = 4
 """Windows that must have shown the links before shares are considered."""
 LOOK_AGAIN = 60
 """Windows after which shares end, to measure the links again."""
-LEAST_RANKS, MOST_RANKS = 3, 64
-"""Two ranks have nothing to gain; a sum at owners sends N - 1 messages for each chunk, and more were never measured."""
 PIPELINE = 1.2
 """Time of a sum at owners over what its bytes take, itself over that of a ring: four ranks, 1.92 MB in 8 chunks, one
 link of four at a half to a fifth of the others, and all alike (1.21, 1.20, 1.23, 1.14)."""
-PARTS = 1000
-"""Shares are whole numbers of so many parts, and the same on all machines."""
 
 
 class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
@@ -212,17 +208,12 @@ def model_after(chosen: Exchange, model: StepTime, memory: ExchangeMemory, table
     time_s = memory.time_s(chosen, table_share)
     if math.isnan(time_s):
         return model
-    slope = model.sync_slope if chosen.every == 1 else max(model.sync_slope, 0.0)
-    if chosen.every == 1 and current.every == 1 and (before_s := memory.time_s(current, table_share)) > 0.0:
-        intercept_s = model.sync_intercept_s * time_s / before_s
-    else:
-        intercept_s = time_s / chosen.every
-    return dataclasses.replace(model, sync_intercept_s=intercept_s, sync_slope=slope)
+    return dataclasses.replace(model, sync_intercept_s=time_s / chosen.every, sync_slope=max(model.sync_slope, 0.0))
 
 
 def can_share(job: Job) -> bool:
-    """Whether owners with shares can be of use, once the rates of all links are known."""
-    return job.supports_exchange and LEAST_RANKS <= job.world_size <= MOST_RANKS
+    """Whether owners with shares can be of use: two ranks gain nothing, and more than 64 were never measured."""
+    return job.supports_exchange and 3 <= job.world_size <= 64
 
 
 def link_rates(obs_WF: Array32) -> Array64 | None:
@@ -242,19 +233,8 @@ def link_rates(obs_WF: Array32) -> Array64 | None:
 
 
 def shares_of(rates: Sequence[float]) -> tuple[float, ...]:
-    """The best shares for links of such rates, in whole parts."""
-    return tuple(float(round(PARTS * share)) for share in balanced_shares(rates))
-
-
-def slowest_in_words(rates: Sequence[float]) -> str:
-    """Reason for choosing shares."""
-    if not rates:
-        return "gradients are summed at owners, as before the start"
-    slowest, fastest = min(rates), max(rates)
-    return (
-        f"the link of rank {rates.index(slowest)} carries {slowest / 1e6:.3g} MB/s, others up to {fastest / 1e6:.3g}: "
-        "owners with shares relieve it"
-    )
+    """The best shares for links of such rates, in whole thousandths: the same on all machines."""
+    return tuple(float(round(1000 * share)) for share in balanced_shares(rates))
 
 
 def way_of(exchange: Exchange) -> str:

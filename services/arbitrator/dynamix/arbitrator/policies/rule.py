@@ -27,7 +27,6 @@ from .exchange import (
     is_decided,
     link_rates,
     model_after,
-    slowest_in_words,
     way_of,
 )
 from .policy import (
@@ -400,8 +399,8 @@ class Rule:
         sizes = by_speed(job, clamp_total(job, wanted), model, decided_sizes(obs_WF))
         allocation = replace(allocation_of(self.options, job, sizes), rate_factor=exploration.rate_factor)
         if is_decided(job):
-            if way_of(memory.newest) == OVER_OWNERS:
-                reason += f"; {slowest_in_words(memory.rates.tolist())}"
+            if way_of(memory.newest) == OVER_OWNERS and len(memory.rates):
+                reason += f"; the link of rank {memory.rates.argmin()} carries least: owners with shares relieve it"
             allocation = replace(allocation, exchange=memory.newest)
 
         note = _note(before, runs, seen, tried, exploration)
