@@ -16,7 +16,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from dynamix.schemas.messages import MAX_ARMS, MAX_PROFILE_BYTES, Action, ArmRecord, Job, JobProfile
-from dynamix.schemas.policies import POLICY_OPTIONS, RATE_EXPONENTS, Options, most_worthwhile
+from dynamix.schemas.policies import POLICY_OPTIONS, Options
 
 from .exchange import (
     LAG,
@@ -337,12 +337,14 @@ class _Memory(msgspec.Struct, array_like=True):
 class Rule:
     """`rule`: the global batch that buys the most progress per second, divided by the training processes.
 
-        B = argmax lr(B)^rate_weight * B / (B + noise_multiplier * B_noise) / T(B)
+        B = argmax min(n(B) / n(B_0), lr(B) / lr(B_0)) / T(B)
+        n(B) = lr(B)^rate_weight * B / (B + noise_multiplier * B_noise)
 
-    lr(B) is the job's learning-rate scaling: 1, B^0.5 or B. B_noise is the gradient noise scale. T(B) is the step-time
-    model, fitted to each rank's times: a fixed time, a rate, and a size below which a batch costs no less; and to how
-    long ranks wait where speeds change. B is at most 16 times B_noise, or 16 times the batch of the user's learning
-    rate if that is larger. The defaults were found by hand on train scenarios. B changes once per window.
+    lr(B) is the job's learning-rate scaling: 1 (which then does not count), B^0.5 or B. B_0 is the script's batch: B
+    leaves it where that gains more than the noise of times, whether noise or stride limits a step. B_noise is the
+    gradient noise scale. T(B) is the step-time model, fitted to each rank's times: a fixed time, a rate, a size below
+    which a batch costs no less; and to how long ranks wait where speeds change. B is at most 16 times B_noise or B_0.
+    Defaults were found by hand on train scenarios. B changes once per window.
 
     The exchange is chosen by a law of measured times, as far as the job permits (docs/communication.md): local steps
     with `int8` where communication is more than 0.3 of a step, otherwise the way that takes least.
@@ -369,9 +371,7 @@ class Rule:
         fit, exploration = seen.fit, tried
         runs = seen.runs
         if runs.standing is Standing.DROPPED is not before.standing:
-            memory = replace(  # of another cluster only what was decided is known
-                ExchangeMemory(), active=memory.active, age=memory.age
-            )
+            memory = ExchangeMemory(memory.active, age=memory.age)  # of another cluster only what was decided is known
             # nothing is tried there; the first windows had the arm that it began with, but count as a first run's
             none = np.zeros(NUM_LEVELS)
             exploration = tried = replace(tried, tried=FIRST_ARM, best=FIRST_ARM, reference=none, stopped=False)
@@ -481,9 +481,7 @@ class Rule:
         """The next global batch, and why."""
         if model is None or math.isnan(noise_scale):
             return current, f"no {'step' if model is None else 'noise scale'} is known yet: the global batch stays"
-        most = most_worthwhile(noise_scale, job.base_global_batch_size)
-        exponent = option(self.options, job, "rate_weight") * RATE_EXPONENTS[job.learning_rate_rule]
-        target = best_global_batch(model, noise_scale, exponent, most)
+        target = best_global_batch(job, model, noise_scale, option(self.options, job, "rate_weight"))
         pace = {name: option(self.options, job, name) for name in ("max_change", "dead_band")}
         reason = f"{target:.0f} samples buy the most progress per second, at a noise scale of {noise_scale:.3g}"
         return towards(target, max(current, 1.0), **pace), reason
