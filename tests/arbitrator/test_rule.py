@@ -6,6 +6,7 @@ from tests.support import examples
 from tests.support.event_cluster import Device, EventCluster
 from tests.support.toy_cluster import ToyCluster
 
+from dynamix.arbitrator.policies.policy import Array64
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.schemas.messages import Job
 
@@ -31,7 +32,7 @@ def test_it_comes_within_5_percent_of_the_best_batch_and_stays(size: int, tracki
     cluster = ToyCluster(RATES, tracking=tracking, communication_s=0.02)
     job = job_of(size=size, supports_tracking=tracking)
     found = totals(cluster, job)
-    assert max(found[15:]) == min(found[15:])
+    assert max(found[15:]) < 1.05 * min(found[15:])
     assert found[-1] == pytest.approx(cluster.best(job), rel=0.05)
 
 
@@ -55,11 +56,18 @@ def test_with_overlap_and_jitter_it_settles_where_little_is_lost(
     assert min(worth(total) for total in found[20:]) > 0.9 * worth(cluster.best(job))
 
 
-@pytest.mark.parametrize(("rule", "exponent"), [("none", 0.0), ("sqrt", 0.25), ("linear", 0.5)])
-def test_a_longer_stride_counts_as_half_its_logarithm(rule: str, exponent: float) -> None:
+@pytest.mark.parametrize(
+    ("rule", "base", "exponent", "noise_scale"),
+    [("none", 64, 0.0, 1000.0), ("sqrt", 64, -0.5, 1e9), ("sqrt", 4096, 0.25, 1000.0)],
+)
+def test_a_batch_leaves_the_scripts_as_far_as_noise_and_stride_agree(
+    rule: str, base: int, exponent: float, noise_scale: float
+) -> None:
+    """Above 64 samples a stride, B^0.5, gains less than noise does; below 4,096 noise, with half of it, loses less."""
     cluster = ToyCluster(RATES, tracking=True, communication_s=0.02)
-    job = job_of(size=16, learning_rate_rule=rule)
-    assert totals(cluster, job)[-1] == pytest.approx(cluster.best(job, exponent=exponent), rel=0.05)
+    job = job_of(size=16, learning_rate_rule=rule, base_global_batch_size=base)
+    expected = ToyCluster(RATES, communication_s=0.02, noise_scale=noise_scale).best(job, exponent=exponent)
+    assert totals(cluster, job)[-1] == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize(("noise_scale", "most"), [(60.0, 16 * 512), (1000.0, 16 * 1000)])
@@ -90,21 +98,24 @@ def event_job(size: int) -> Job:
     return job_of(size=size, min_local_batch_size=1, initial_split="tracking")
 
 
-def worth_of(total: float, noise_scale: float, step_s: float) -> float:
+def worth_of(total: Array64, noise_scale: float, step_s: Array64, base: int) -> Array64:
     """What the rule maximises, with the learning rate in proportion to the square root of the batch."""
-    return total**1.25 / (total + noise_scale) / step_s
+    ratio = total / base
+    result: Array64 = np.minimum(ratio**1.25 * (base + noise_scale) / (total + noise_scale), ratio**0.5) / step_s
+    return result
 
 
 @pytest.mark.parametrize("noise_scale", [100.0, 1000.0])
 @pytest.mark.parametrize("cluster", CLUSTERS)
-def test_the_chosen_batch_is_within_20_percent_of_the_best(cluster: str, noise_scale: float) -> None:
+def test_the_chosen_batch_is_within_5_percent_of_the_best(cluster: str, noise_scale: float) -> None:
     exact = EventCluster(CLUSTERS[cluster], noise_scale=noise_scale)
     totals = np.unique(np.geomspace(8, 4096, 40).astype(int))
     times_s = [exact.best_time_s(int(total), event_job(64)) for total in totals]
     fine = np.geomspace(8, 4096, 2000)
-    values = worth_of(fine, noise_scale, np.interp(fine, totals, times_s))
     for size, jitter in ((16, 0.0), (64, 0.03), (256, 0.03)):
+        base = event_job(size).base_global_batch_size
+        values = worth_of(fine, noise_scale, np.interp(fine, totals, times_s), base)
         found = EventCluster(exact.devices, noise_scale=noise_scale, jitter=jitter).run(Rule(), event_job(size), 30)
-        total = float(np.median(found[-8:]))
-        assert total == pytest.approx(fine[values.argmax()], rel=0.2)
-        assert worth_of(total, noise_scale, exact.best_time_s(round(total), event_job(size))) > 0.97 * values.max()
+        total = round(np.median(found[-8:]))
+        step_s = exact.best_time_s(total, event_job(size))
+        assert worth_of(np.array([total]), noise_scale, np.array([step_s]), base) > 0.95 * values.max()

@@ -18,7 +18,7 @@ from dynamix.arbitrator.policies.step_time import (
 )
 from dynamix.schemas.features import GLOBAL_FEATURES, GLOBAL_INDEX, RANK_FEATURES, RANK_INDEX
 from dynamix.schemas.messages.allocation import MAX_CARRY_BYTES
-from dynamix.schemas.policies import progress
+from dynamix.schemas.policies import most_worthwhile, progress
 
 
 class _Carry(msgspec.Struct, array_like=True):
@@ -96,14 +96,16 @@ def test_the_line_equals_bisection_on_the_compute_time(ranks: list[tuple[float, 
 def test_the_best_batch_is_within_the_bounds_and_no_grid_point_beats_it(
     rates: list[float], noise: float, sync_s: float
 ) -> None:
+    job = examples.job(base_global_batch_size=16, learning_rate_rule="none")
     by_hand = model([8000.0, 4000.0], overhead_s=0.002, sync_intercept_s=0.010)  # B / (B + K) / (A + B/R)
-    assert best_global_batch(by_hand, 1000.0) == pytest.approx(np.sqrt(1000 * 0.012 * 12000), rel=2e-3)
+    assert best_global_batch(job, by_hand, 1000.0, 0.0) == pytest.approx(np.sqrt(1000 * 0.012 * 12000), rel=2e-3)
     fitted = model(rates, overhead_s=0.001, sync_intercept_s=sync_s)
-    best = best_global_batch(fitted, noise)
+    best = best_global_batch(job, fitted, noise, 0.0)
     assert fitted.smallest * (1 - 1e-9) <= best <= fitted.largest * (1 + 1e-9)
     grid = np.geomspace(fitted.smallest, fitted.largest, 500)
-    worth = progress(grid, noise) / fitted.balanced(grid)
-    chosen = progress(np.array([best]), noise) / fitted.balanced(np.array([best]))
+    most = most_worthwhile(noise, 16)
+    worth = progress(grid, noise, most=most) / fitted.balanced(grid)
+    chosen = progress(np.array([best]), noise, most=most) / fitted.balanced(np.array([best]))
     assert worth.max() <= chosen[0] * 1.002
 
 

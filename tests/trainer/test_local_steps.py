@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.ranks import each_case, run_ranks
-from tests.support.training import flat_parameters, kept_messages, offer
+from tests.support.training import flat_parameters, gather, kept_messages, offer
 from tests.support.whole_numbers import (
     SIZES,
     Heads,
@@ -27,6 +27,7 @@ from dynamix import trainer
 from dynamix.schemas.messages.allocation import EXACT, Exchange
 from dynamix.trainer.data.orders import epoch_order
 from dynamix.trainer.exchange.plan import CODECS
+from dynamix.trainer.steering import beginning
 
 STEPS = 22
 
@@ -344,3 +345,28 @@ def test_a_session_that_ends_in_mid_round_says_so() -> None:
     covered, left = run_ranks(_left, 2)[0]
     assert covered.startswith("step 6 is in the middle of a round of local steps, a model that is covered now")
     assert left.startswith("the session ends in the middle of a round of local steps")
+
+
+def _begun(_rank: int, exposed: float, permission: str) -> tuple[list[Exchange], Exchange, bool]:
+    """The exchange of each step where so little must be exposed, and what the job's specification says of it."""
+    beginning.EXPOSED = exposed
+    options = {"exchange": permission, "policy": "rule", "window_steps": 10}
+    with _curved_job(Whole(whole=False, num_samples=400), **options) as (session, model, optimizer):
+        exchanges = []
+        for batch in session.loader:
+            exchanges.append(session.allocation.exchange)
+            train_step(session, model, optimizer, batch, mean_loss)
+        session.average()
+        parameters = gather(flat_parameters(model))
+        job = session._run.reporter.specification(total_samples=None)
+    assert all(torch.equal(each, parameters[0]) for each in parameters)
+    return exchanges, job.initial_exchange, job.exact_exposed_s is not None
+
+
+def test_ranks_begin_with_cheaper_exchanges_by_themselves_all_at_one_step() -> None:
+    rounds, coded = Exchange(codec="int8", every=4), Exchange(codec="int8")
+    cases = [(-1.0, "local"), (-1.0, "lossy"), (1.0, "local"), (-1.0, "exact")]
+    for rank, of_rank in enumerate(run_ranks(each_case, 2, _begun, cases)):
+        for (exchanges, initial, is_known), begun in zip(of_rank, (rounds, coded, EXACT, EXACT), strict=True):
+            assert exchanges == [EXACT] * 5 + [begun] * (len(exchanges) - 5)  # two steps are timed, three lie ahead
+            assert rank > 0 or (initial, is_known) == (begun, begun != EXACT)  # rank 0 publishes it

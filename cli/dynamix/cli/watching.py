@@ -13,9 +13,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dynamix.arbitrator.policies.exchange import BEGIN, FIRST_PERIOD, PRIORS
+from dynamix.arbitrator.policies.exchange import BEGIN, PRIORS
 from dynamix.arbitrator.policies.step_time import SPLIT_DEAD_BAND, StepTime
 from dynamix.cli.output import Document
+from dynamix.schemas.policies import FIRST_PERIOD
 from dynamix.schemas.watching import COMPUTE, DATA, SYNC, Row, Step
 
 WINDOW_STEPS, WINDOW_S = 10, 1.0

@@ -39,6 +39,9 @@ STIGMERGY = "stigmergy"
 RATE_EXPONENTS: Mapping[str, float] = MappingProxyType({"none": 0.0, "sqrt": 0.5, "linear": 1.0})
 """Exponent of B in each learning-rate rule."""
 
+FIRST_PERIOD = 4
+"""Steps between two averagings under `rule`, until the time of one is measured."""
+
 # --- options
 
 MOST_STEPS = 1024
@@ -134,7 +137,6 @@ POLICY_OPTIONS: Mapping[str, Options] = MappingProxyType(
             "rate_weight": Option(0.5, 0, 1, "exponent of lr(B) in the progress of a step"),
             "max_change": Option(2.0, 1.01, 100, "greatest factor between two decisions"),
             "dead_band": Option(0.03, 0, 1, "relative distance from the best batch below which B stays"),
-            "max_every": Option(16, 1, 16, "most steps between two averagings, in jobs that permit local steps", True),
             "track": track(1),
         },
         STIGMERGY: {

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import torch
+from msgspec.structs import replace as replace_fields
 
 from dynamix.lab.workloads import Data, Part, make_optimizer, workload_named
 from dynamix.schemas.messages import Action, Applied, NetworkMetrics, RankRow, Report, SystemMetrics, Trace
@@ -25,6 +26,7 @@ from dynamix.trainer.gradient.noise import NoiseAverage, NoiseSums, is_measured,
 from dynamix.trainer.job.identity import Attempt, JobIdentity, Place
 from dynamix.trainer.job.options import JobOptions
 from dynamix.trainer.measurement.meter import Row, job_totals
+from dynamix.trainer.steering.beginning import LAST_TIMED, NUM_TIMED, begun_exchange, is_timed
 from dynamix.trainer.steering.fast_loop import FastLoop
 from dynamix.trainer.steering.offers import Offers
 from dynamix.trainer.steering.run import Reporter, field_of
@@ -292,6 +294,8 @@ class VirtualCluster:
         self._newest_traces: dict[str, Trace] = {}
         fewest, most = self._options.min_local_batch_size, self._identity.max_local_batch_sizes
         self._fast_loop = FastLoop(self._schedule, fewest, most)
+        self._taken_s: list[float] = []
+        """What rank 0 computed and waited in each step after the first one."""
         self._decided = False
         """Whether the next step is the first one with another allocation."""
         self._reporters = [
@@ -413,6 +417,21 @@ class VirtualCluster:
                 seconds, counts = self.rounds.ended_times(begun_s + timing.compute_s)
             # a loader without workers has drawn nothing yet
             self._fast_loop.observe_times(seconds, self.position.step, counts)
+        if plan.step <= LAST_TIMED + MARGIN_STEPS < self.scenario.window_steps and plan.step:
+            self._begin(plan, float(timing.compute_s[0] + timing.sync_s[0]))
+
+    def _begin(self, plan: StepPlan, taken_s: float) -> None:
+        """Begin with another exchange after the first steps, in that step in which real ranks would."""
+        self._taken_s.append(taken_s)
+        if plan.step < LAST_TIMED + MARGIN_STEPS or not is_timed(self._options, self._schedule.newest):
+            return
+        rates, taken = self._fast_loop.filter.rates, self._taken_s[:NUM_TIMED]
+        if (begun := begun_exchange(self._options, rates, plan.counts.values, taken)) is not None:
+            allocation = replace_fields(self._schedule.newest, exchange=begun[0])
+            self._schedule.revise(self.position.step, allocation)
+            for reporter in self._reporters:
+                reporter.begun = begun
+            self.job = self._reporters[0].specification(total_samples=None)
 
     def _active(self, step: int) -> ActiveExchange:
         """The exchange that is active in a step; a worker alone sends nothing."""

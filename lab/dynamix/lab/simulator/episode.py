@@ -182,13 +182,15 @@ def run_episode(
         family=family,
         explores=explores,
     )
-    fold = Fold(cluster.job, policy, None, b"" if profile is None else encode(profile))
+    fold: Fold | None = None
     actions: list[Action] = []
     windows: list[MetricWindow] = []
     states: list[State] = []
     rewards: list[Reward] = []
     sequence = itertools.count(1)
     while reports := cluster.run_window():
+        if fold is None:  # the job is known once its ranks have timed their first steps
+            fold = Fold(cluster.job, policy, None, b"" if profile is None else encode(profile))
         if on_window is not None:
             on_window(reports)
         measured = [simulated_window(report) for report in reports]

@@ -130,7 +130,7 @@ class Job(Message, frozen=True, kw_only=True, array_like=True):
     exchange: ExchangePermission = "exact"
     """Permission for decisions on the gradient exchange."""
     initial_exchange: Exchange = EXACT
-    """The exchange from the generation's first step on."""
+    """The exchange from the generation's first step on, or the one that its ranks began with by themselves."""
     supports_exchange: bool = False
     """Whether the training processes can carry out decisions on the gradient exchange, such as an exact codec."""
     table_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
@@ -141,6 +141,8 @@ class Job(Message, frozen=True, kw_only=True, array_like=True):
     """Choices that runs of the family may explore."""
     summary: Summary | None = None
     """Its gain, at its end."""
+    exact_exposed_s: Seconds | None = None
+    """Where they did: time of an exact exchange that computing does not hide. The first window has both exchanges."""
 
     @property
     def initial_allocation(self) -> Allocation:

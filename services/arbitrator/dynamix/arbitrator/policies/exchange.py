@@ -1,20 +1,22 @@
 """How gradients are exchanged: a law of measured times. Pure.
 
     x = e / (c_0 + e)                               exposed share of an exact step at the user's base batch
-    h = sqrt(C / c * (1 / k - 1)),  k = 0.03 (N / 8)^0.7                     steps between two averagings
+    h = sqrt(C / c * (1 / k - 1)),  k = 0.07 (N / 8)^0.7                     steps between two averagings
 
-e is the communication that computing does not hide, C the time of one averaging, which nothing hides, c the compute
-time of the slowest rank in a step of the last sizes, c_0 at the base batch. k is the share of progress that a local
-step of N ranks loses: 0.03 of 8 ranks, the best of 0.03, 0.04 and 0.07 on train scenarios.
+e is the communication that computing does not hide, C the time of one averaging: the waiting of the rank that waits
+least. c is the compute time of the slowest rank in a step of the last sizes, c_0 at the base batch. k is the share of
+progress that a local step of N ranks loses. h becomes the nearest power of two; 0.03 to 0.15 of 8 ranks do as well on
+train scenarios, 0.07 agrees with rounds on real clocks.
 
-- **Rounding** to `int8` begins when x > 0.3 and ends when x < 0.2, in jobs that permit it; and with it local steps, in
-  jobs that permit them and do not use Adam: with the period `FIRST_PERIOD`, and with h once C is measured.
+- **Rounding** to `int8` begins when x > 0.3, in jobs that permit it; and with it local steps, in jobs that permit them
+  and do not use Adam, until h is below 1.4. The first period is 4, until C is measured.
 - **Otherwise** the way of exchange that takes least, if that saves `WORTHWHILE` of an exact step at the base batch:
   gradients as they are, `rows` where the model has embedding tables, owners with shares where a link is slow, and
   `int8`. What a way takes is measured once it was active; before that it is a share of the exact time (`rows`: of the
   rows of a table that some rank touched; `shares`: by the rates of the ranks' links).
 
-A time that changes while its way stays active shows a change of the network, which scales the times of all ways.
+A time that changes while its way stays active shows a change of the network, which scales the times of all ways. Ranks
+may have begun by themselves (`trainer/steering/beginning.py`): then the job's specification has e.
 """
 
 import dataclasses
@@ -28,42 +30,39 @@ from msgspec.structs import replace
 from dynamix.schemas.apportion import balanced_shares, ring_time, shared_time
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import EXACT, Exchange, is_permitted
+from dynamix.schemas.policies import FIRST_PERIOD
 
 from .policy import Array32, Array64, column
-from .step_time import StepTime, StepTimeFit
+from .step_time import StepTime
 
-BEGIN, END = 0.3, 0.2
-"""x from which on `int8` begins, and below which it ends."""
-LOSS_OF_EIGHT, LOSS_POWER = 0.03, 0.7
+BEGIN = 0.3
+"""x above which `int8` begins."""
+LOSS_OF_EIGHT, LOSS_POWER = 0.07, 0.7
 """k of 8 ranks, and how it grows with their number."""
-FIRST_PERIOD = 4
-MOST_FREE = 5
-"""Longest period that need not divide a window."""
 WORTHWHILE = 0.1
 """Share of an exact step that another way must save to begin; half of it to stay."""
-DWELL = 3
-"""Windows for which a decision stands at least."""
+MOST_EVERY = 16
 LAG = 2
-"""Windows after which a decision takes effect."""
-SMOOTHING, JUMP = 0.5, 1.3
-"""Weight of the newest time; one that changed by more than a factor of `JUMP` is adopted at once."""
+"""Windows after which a decision takes effect, and those for which it stands at least."""
+SMOOTHING = 0.5
+"""Weight of the newest time."""
+JUMP = 1.3
+"""Factor by which shares must take longer before the links are measured again."""
 
 OVER_OWNERS = "shares"
 PRIORS = {"none": 1.0, "rows": 0.3, "int8": 0.3, OVER_OWNERS: 1.0}
 """Time of each way over that of gradients as they are, before it was measured."""
 RINGS = ("none", "rows")
 """Ways in which a rank sends to the next one only, so that its connections show what links carry."""
-LINK_WINDOWS = 2
+LOWER = 0.1
+"""Weight of a rate below the one before: a rank with a busy processor shows less than its link carries, never more."""
+LINK_WINDOWS = 4
 """Windows that must have shown the links before shares are considered."""
 LOOK_AGAIN = 60
 """Windows after which shares end, to measure the links again."""
-LEAST_RANKS, MOST_RANKS = 3, 64
-"""Two ranks have nothing to gain; a sum at owners sends N - 1 messages for each chunk, and more were never measured."""
 PIPELINE = 1.2
 """Time of a sum at owners over what its bytes take, itself over that of a ring: four ranks, 1.92 MB in 8 chunks, one
 link of four at a half to a fifth of the others, and all alike (1.21, 1.20, 1.23, 1.14)."""
-PARTS = 1000
-"""Shares are whole numbers of so many parts, and the same on all machines."""
 
 
 class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
@@ -75,46 +74,42 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
     """Of one exchange of each measured way, as far as computing does not hide it; of `round`, an averaging."""
     observed: str = ""
     """The way of the newest observed window, also `round`."""
-    age: int = DWELL
+    age: int = LAG
     """Windows since another way was decided."""
     rates: Array64 = msgspec.field(default_factory=lambda: np.zeros(0))
     """Bytes per second of each rank's link, smoothed; empty before they are known."""
     num_link_windows: int = 0
     """Windows that showed them, up to `LINK_WINDOWS`."""
-    shares: tuple[float, ...] = ()
-    """Shares of the newest decision for them; exchanges in `active` have none."""
 
     @classmethod
     def of(cls, job: Job) -> "ExchangeMemory":
         """Before the first window."""
-        first = job.initial_exchange
-        is_known = first.codec in PRIORS and (way_of(first) == OVER_OWNERS or not first.shares)
-        return cls((replace(first, shares=()) if is_known else EXACT,) * LAG, shares=first.shares if is_known else ())
+        first, exact_s = job.initial_exchange, job.exact_exposed_s
+        active = (first if first.codec in PRIORS else EXACT,) * LAG
+        return cls(active) if exact_s is None else cls(active, {EXACT.codec: exact_s}, EXACT.codec)
 
     @property
     def newest(self) -> Exchange:
         """The newest decision."""
         return self.active[-1]
 
-    @property
-    def newest_with_shares(self) -> Exchange:
-        """The newest decision as an action has it."""
-        return self.newest if way_of(self.newest) != OVER_OWNERS else replace(self.newest, shares=self.shares)
-
-    def observe(self, exposed_s: float) -> "ExchangeMemory":
-        """The memory after a window of the first of `active`, with so much exposed communication per step."""
+    def observe(self, sync_s: float, num_steps: int) -> "ExchangeMemory":
+        """The memory after a window of the first of `active`, in which no rank waited less per step."""
         current, known = self.active[0], replace(self, age=self.age + 1)
-        name, taken_s = _name(current), exposed_s * current.every
+        name = _name(current)
         are_ending = name == OVER_OWNERS and way_of(self.newest) != OVER_OWNERS  # their time is forgotten
-        if are_ending or not 0.0 < exposed_s < math.inf:
+        if are_ending or not 0.0 < sync_s < math.inf:
             return known
+        number, before_s = num_steps / current.every, self.times_s.get(name, 0.0)
+        if before_s and current.every > 1:  # as many averagings as fit best
+            number = min(max(round(sync_s * num_steps / before_s), math.floor(number)), math.ceil(number))
+        taken_s = sync_s * num_steps / max(number, 1)
         if name != self.observed:
             return replace(known, times_s={**self.times_s, name: taken_s}, observed=name)
-        ratio = taken_s / self.times_s[name]
+        ratio = taken_s / before_s
         if name == OVER_OWNERS and ratio > JUMP:  # another link may be slow now
             known = replace(known, age=LOOK_AGAIN)
-        ratio = ratio**SMOOTHING if 1.0 / JUMP <= ratio <= JUMP else ratio
-        return replace(known, times_s={way: time_s * ratio for way, time_s in self.times_s.items()})
+        return replace(known, times_s={way: time_s * ratio**SMOOTHING for way, time_s in self.times_s.items()})
 
     def decided(self, exchange: Exchange) -> "ExchangeMemory":
         """The memory with one more decision."""
@@ -124,8 +119,6 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
                 times_s = {name: time_s for name, time_s in self.times_s.items() if name != OVER_OWNERS}
                 following = replace(following, times_s=times_s, observed="", rates=np.zeros(0), num_link_windows=0)
             following = replace(following, age=0)
-            if way_of(exchange) == OVER_OWNERS:
-                following = replace(following, shares=shares_of(self.rates.tolist()))
         return following
 
     def time_s(self, exchange: Exchange, table_share: float) -> float:
@@ -148,58 +141,57 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
         number = min(self.num_link_windows + 1, LINK_WINDOWS)
         if len(self.rates) != len(rates):
             return replace(self, rates=rates, num_link_windows=1)
-        ratios = rates / self.rates  # a rank with a busy processor shows less than its link can, never more
-        believed = np.where(ratios < 1.0, ratios**SMOOTHING, ratios)
-        return replace(self, rates=self.rates * believed, num_link_windows=number)
+        ratios = rates / self.rates
+        return replace(self, rates=self.rates * np.where(ratios < 1.0, ratios**LOWER, ratios), num_link_windows=number)
 
 
-def choose(job: Job, model: StepTime, memory: ExchangeMemory, current: float, *, max_every: int) -> Exchange:
+def choose(job: Job, model: StepTime, memory: ExchangeMemory, current: float) -> Exchange:
     """The exchange that the next decision names; `current` is the global batch of the last one."""
     newest, exact_s = memory.newest, memory.time_s(EXACT, 0.0)
     if math.isnan(exact_s) or not is_permitted(newest, job.exchange):
         return EXACT
-    if memory.age < DWELL:
+    if memory.age < LAG:
         return newest
     compute_s, base_s = map(float, model.slowest_s(np.array([current, job.base_global_batch_size])))
-    may_round = job.exchange != "exact" and exact_s / (base_s + exact_s) > (END if newest.codec == "int8" else BEGIN)
-    if may_round and job.exchange == "local" and job.optimizer_family == "sgd" and max_every > 1:
-        return Exchange(codec="int8", every=_period(job, memory.times_s.get("round"), compute_s, max_every))
+    is_exposed = job.exchange != "exact" and exact_s > BEGIN * (base_s + exact_s)
+    if job.exchange == "local" and job.optimizer_family == "sgd" and (is_exposed or newest.every > 1):
+        loss = min(LOSS_OF_EIGHT * (job.world_size / 8) ** LOSS_POWER, 0.99)
+        wanted = math.sqrt(memory.times_s.get("round", math.nan) / compute_s * (1.0 / loss - 1.0))
+        every = FIRST_PERIOD if math.isnan(wanted) else min(2 ** max(round(math.log2(wanted)), 0), MOST_EVERY)
+        if every > 1 or newest.every > 1:  # where local steps end, exact ones are measured again
+            return Exchange(codec="int8", every=every) if every > 1 else EXACT
     if way_of(newest) == OVER_OWNERS and memory.age >= LOOK_AGAIN:
         return EXACT
+    return _cheapest(job, memory, WORTHWHILE * (base_s + exact_s), may_round=is_exposed or newest.codec == "int8")
+
+
+def _cheapest(job: Job, memory: ExchangeMemory, worthwhile_s: float, *, may_round: bool) -> Exchange:
+    """The way that takes least, if it saves so much; half of it where it is the newest decision."""
     ways = [EXACT]
     if job.table_share:
         ways.append(Exchange(codec="rows"))
     if can_share(job) and memory.num_link_windows >= LINK_WINDOWS:
-        ways.append(Exchange(route=OVER_OWNERS))
+        shares = shares_of(memory.rates.tolist())
+        ways.append(
+            memory.newest if way_of(memory.newest) == OVER_OWNERS else Exchange(route=OVER_OWNERS, shares=shares)
+        )
     if may_round:
         ways.append(Exchange(codec="int8"))
-    if newest not in ways:
-        newest = EXACT
     times_s = {way: memory.time_s(way, job.table_share) for way in ways}
-    worthwhile_s = WORTHWHILE * (base_s + exact_s)
-    if exact_s - times_s[newest] < worthwhile_s / 2:
+    newest = memory.newest if memory.newest in ways else EXACT
+    if times_s[EXACT] - times_s[newest] < worthwhile_s / 2:
         newest = EXACT
     best = min(ways, key=times_s.__getitem__)
     return best if times_s[newest] - times_s[best] > worthwhile_s else newest
 
 
-def _period(job: Job, averaging_s: float | None, compute_s: float, max_every: int) -> int:
-    """h; of long periods only one with equally many averagings in each window, so that windows can be compared."""
-    if averaging_s is None:
-        return min(FIRST_PERIOD, max_every)
-    loss = min(LOSS_OF_EIGHT * (job.world_size / 8) ** LOSS_POWER, 0.99)
-    wanted = math.sqrt(averaging_s / compute_s * (1.0 / loss - 1.0))
-    periods = [every for every in range(2, max_every + 1) if every <= MOST_FREE or job.window_steps % every == 0]
-    return min(periods, key=lambda every: abs(math.log(every / wanted)))
-
-
 def decided_exchange(
-    job: Job, memory: ExchangeMemory, model: StepTime | None, current: float, *, max_every: int
+    job: Job, memory: ExchangeMemory, model: StepTime | None, current: float
 ) -> tuple[ExchangeMemory, StepTime | None]:
     """The memory with the next decision, and the step-time model for its steps."""
     if model is None:
         return memory.decided(memory.newest), None
-    chosen = choose(job, model, memory, current, max_every=max_every)
+    chosen = choose(job, model, memory, current)
     return memory.decided(chosen), model_after(chosen, model, memory, job.table_share)
 
 
@@ -208,33 +200,20 @@ def is_decided(job: Job) -> bool:
     return job.exchange != "exact" or (job.supports_exchange and job.table_share > 0.0) or can_share(job)
 
 
-def exposed_time(fit: StepTimeFit, model: StepTime | None) -> float:
-    """Communication of the newest window that computing did not hide, in seconds per step; NaN where unknown."""
-    measured = np.isfinite(fit.samples_W)
-    if model is None or not measured.any():
-        return math.nan
-    return float(fit.barrier_s + fit.sync_s - model.compute_s(fit.samples_W)[measured].max())
-
-
 def model_after(chosen: Exchange, model: StepTime, memory: ExchangeMemory, table_share: float) -> StepTime:
     """The step-time model of windows of the first of `active`, for steps with the chosen exchange."""
     current = memory.active[0]
-    if _name(chosen) == _name(current) and chosen.every == current.every:
+    if chosen.every == 1 and _name(chosen) == _name(current):
         return model
     time_s = memory.time_s(chosen, table_share)
     if math.isnan(time_s):
         return model
-    slope = model.sync_slope if chosen.every == 1 else max(model.sync_slope, 0.0)
-    if chosen.every == 1 and current.every == 1 and (before_s := memory.time_s(current, table_share)) > 0.0:
-        intercept_s = model.sync_intercept_s * time_s / before_s
-    else:
-        intercept_s = time_s / chosen.every
-    return dataclasses.replace(model, sync_intercept_s=intercept_s, sync_slope=slope)
+    return dataclasses.replace(model, sync_intercept_s=time_s / chosen.every, sync_slope=max(model.sync_slope, 0.0))
 
 
 def can_share(job: Job) -> bool:
-    """Whether owners with shares can be of use, once the rates of all links are known."""
-    return job.supports_exchange and LEAST_RANKS <= job.world_size <= MOST_RANKS
+    """Whether owners with shares can be of use: two ranks gain nothing, and more than 64 were never measured."""
+    return job.supports_exchange and 3 <= job.world_size <= 64
 
 
 def link_rates(obs_WF: Array32) -> Array64 | None:
@@ -254,19 +233,8 @@ def link_rates(obs_WF: Array32) -> Array64 | None:
 
 
 def shares_of(rates: Sequence[float]) -> tuple[float, ...]:
-    """The best shares for links of such rates, in whole parts."""
-    return tuple(float(round(PARTS * share)) for share in balanced_shares(rates))
-
-
-def slowest_in_words(rates: Sequence[float]) -> str:
-    """Reason for choosing shares."""
-    if not rates:
-        return "gradients are summed at owners, as before the start"
-    slowest, fastest = min(rates), max(rates)
-    return (
-        f"the link of rank {rates.index(slowest)} carries {slowest / 1e6:.3g} MB/s, others up to {fastest / 1e6:.3g}: "
-        "owners with shares relieve it"
-    )
+    """The best shares for links of such rates, in whole thousandths: the same on all machines."""
+    return tuple(float(round(1000 * share)) for share in balanced_shares(rates))
 
 
 def way_of(exchange: Exchange) -> str:

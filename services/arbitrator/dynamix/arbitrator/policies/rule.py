@@ -16,19 +16,17 @@ import numpy as np
 from msgspec.structs import replace
 
 from dynamix.schemas.messages import MAX_ARMS, MAX_PROFILE_BYTES, Action, ArmRecord, Job, JobProfile
-from dynamix.schemas.policies import POLICY_OPTIONS, RATE_EXPONENTS, Options, most_worthwhile
+from dynamix.schemas.policies import POLICY_OPTIONS, Options
 
 from .exchange import (
-    DWELL,
+    LAG,
     OVER_OWNERS,
     ExchangeMemory,
     can_share,
     decided_exchange,
-    exposed_time,
     is_decided,
     link_rates,
     model_after,
-    slowest_in_words,
     way_of,
 )
 from .policy import (
@@ -339,12 +337,14 @@ class _Memory(msgspec.Struct, array_like=True):
 class Rule:
     """`rule`: the global batch that buys the most progress per second, divided by the training processes.
 
-        B = argmax lr(B)^rate_weight * B / (B + noise_multiplier * B_noise) / T(B)
+        B = argmax min(n(B) / n(B_0), lr(B) / lr(B_0)) / T(B)
+        n(B) = lr(B)^rate_weight * B / (B + noise_multiplier * B_noise)
 
-    lr(B) is the job's learning-rate scaling: 1, B^0.5 or B. B_noise is the gradient noise scale. T(B) is the step-time
-    model, fitted to each rank's times: a fixed time, a rate, and a size below which a batch costs no less; and to how
-    long ranks wait where speeds change. B is at most 16 times B_noise, or 16 times the batch of the user's learning
-    rate if that is larger. The defaults were found by hand on train scenarios. B changes once per window.
+    lr(B) is the job's learning-rate scaling: 1 (which then does not count), B^0.5 or B. B_0 is the script's batch: B
+    leaves it where that gains more than the noise of times, whether noise or stride limits a step. B_noise is the
+    gradient noise scale. T(B) is the step-time model, fitted to each rank's times: a fixed time, a rate, a size below
+    which a batch costs no less; and to how long ranks wait where speeds change. B is at most 16 times B_noise or B_0.
+    Defaults were found by hand on train scenarios. B changes once per window.
 
     The exchange is chosen by a law of measured times, as far as the job permits (docs/communication.md): local steps
     with `int8` where communication is more than 0.3 of a step, otherwise the way that takes least.
@@ -353,10 +353,10 @@ class Rule:
     """
 
     name = "rule"
-    version = 10
+    version = 11
     options: ClassVar[Options] = POLICY_OPTIONS["rule"]
 
-    def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:  # noqa: ARG002 - the protocol's arguments
+    def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:
         """The next sizes. While B_noise was never known B stays, and without any measured time nothing changes."""
         state = unpack(_State, carry)
         memory, before = state.exchange or ExchangeMemory.of(job), state.runs or EarlierRuns()
@@ -365,13 +365,13 @@ class Rule:
             noise = noise.observe(noise_scale)
 
         # what earlier runs taught, while the first windows agree with it
-        seen = before.observe_times(job, StepTimeFit.of(state.fit, job), window_of(job, obs_WF, global_F))
+        times, began = window_of(job, obs_WF, global_F), window == 0 and job.exact_exposed_s is not None
+        times = times._replace(sync_s=math.nan) if began else times  # steps of two exchanges
+        seen = before.observe_times(job, StepTimeFit.of(state.fit, job), times)
         fit, exploration = seen.fit, tried
         runs = seen.runs
         if runs.standing is Standing.DROPPED is not before.standing:
-            memory = replace(  # of another cluster only what was decided is known
-                ExchangeMemory(), active=memory.active, age=memory.age, shares=memory.shares
-            )
+            memory = ExchangeMemory(memory.active, age=memory.age)  # of another cluster only what was decided is known
             # nothing is tried there; the first windows had the arm that it began with, but count as a first run's
             none = np.zeros(NUM_LEVELS)
             exploration = tried = replace(tried, tried=FIRST_ARM, best=FIRST_ARM, reference=none, stopped=False)
@@ -387,10 +387,9 @@ class Rule:
         model, measured = seen.deciding.model(job), memory.active[0]
         if is_decided(job):
             if not disagrees:
-                memory = memory.observe(exposed_time(seen.deciding, model))
+                memory = memory.observe(times.sync_s, steps_of(job, global_F))
                 memory = memory.with_links(link_rates(obs_WF)) if can_share(job) else memory
-            max_every = int(option(self.options, job, "max_every"))
-            memory, model = decided_exchange(job, memory, model, current, max_every=max_every)
+            memory, model = decided_exchange(job, memory, model, current)
         if memory.active[0] != measured:  # the next window's communication time is that of another exchange
             fit = replace(fit, sync_s=math.nan)
             runs = runs if runs.cold is None else replace(runs, cold=replace(runs.cold, sync_s=math.nan))
@@ -400,9 +399,9 @@ class Rule:
         sizes = by_speed(job, clamp_total(job, wanted), model, decided_sizes(obs_WF))
         allocation = replace(allocation_of(self.options, job, sizes), rate_factor=exploration.rate_factor)
         if is_decided(job):
-            if way_of(memory.newest) == OVER_OWNERS:
-                reason += f"; {slowest_in_words(memory.rates.tolist())}"
-            allocation = replace(allocation, exchange=memory.newest_with_shares)
+            if way_of(memory.newest) == OVER_OWNERS and len(memory.rates):
+                reason += f"; the link of rank {memory.rates.argmin()} carries least: owners with shares relieve it"
+            allocation = replace(allocation, exchange=memory.newest)
 
         note = _note(before, runs, seen, tried, exploration)
         if note or disagrees:
@@ -427,7 +426,7 @@ class Rule:
         if model is not None and is_decided(job):
             theirs, first = known.exchange or memory, memory.active[0]
             model = model_after(first, model, theirs, job.table_share)
-            memory = replace(theirs, active=memory.active, shares=memory.shares, age=DWELL)
+            memory = replace(theirs, active=memory.active, age=LAG)
         if fit is not None and model is not None:
             unknown, slope = np.full(job.world_size, math.nan), model.sync_slope
             fit = replace(fit, samples_W=unknown, compute_W=unknown, barrier_s=math.nan, sync_s=math.nan)
@@ -482,9 +481,7 @@ class Rule:
         """The next global batch, and why."""
         if model is None or math.isnan(noise_scale):
             return current, f"no {'step' if model is None else 'noise scale'} is known yet: the global batch stays"
-        most = most_worthwhile(noise_scale, job.base_global_batch_size)
-        exponent = option(self.options, job, "rate_weight") * RATE_EXPONENTS[job.learning_rate_rule]
-        target = best_global_batch(model, noise_scale, exponent, most)
+        target = best_global_batch(job, model, noise_scale, option(self.options, job, "rate_weight"))
         pace = {name: option(self.options, job, name) for name in ("max_change", "dead_band")}
         reason = f"{target:.0f} samples buy the most progress per second, at a noise scale of {noise_scale:.3g}"
         return towards(target, max(current, 1.0), **pace), reason

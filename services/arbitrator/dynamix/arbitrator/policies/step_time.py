@@ -26,7 +26,7 @@ from msgspec.structs import replace
 
 from dynamix.schemas.apportion import apportion, divide_by_time
 from dynamix.schemas.messages import Job
-from dynamix.schemas.policies import progress
+from dynamix.schemas.policies import RATE_EXPONENTS, most_worthwhile, progress
 
 from .policy import Array32, Array64, column, steps_of
 
@@ -59,6 +59,8 @@ class StepTime:
     waiting_per_s: float = 0.0  # kappa
     rest_s: float = 0.0
     """Waiting for data, and the optimizer."""
+    noise: float = 0.0
+    """Of a window's mean compute times, relative."""
 
     @property
     def smallest(self) -> float:
@@ -138,17 +140,31 @@ class StepTime:
         return np.maximum.accumulate(self._free.sum() + gained), times_s
 
 
-def best_global_batch(model: StepTime, noise_scale: float, rate_exponent: float = 0.0, most: float = math.inf) -> float:
-    """The B of the greatest progress(B) / T(B) with B divided as `balanced` does, within the model's bounds."""
+def best_global_batch(job: Job, model: StepTime, noise_scale: float, weight: float) -> float:
+    """The B whose steps are worth most per time, with B divided as `balanced` does, within the model's bounds.
+
+    A step is worth the lesser of two estimates, over a step of the script's batch: by its noise and a `weight` of its
+    stride lr(B), and by its stride alone. Which of them limits a training is not known. Where that gains less than the
+    noise of the times, it is the script's batch.
+    """
     low, high = max(model.smallest, 1.0), max(model.largest, 1.0)
-    best = low
+    best = base = min(max(float(job.base_global_batch_size), low), high)
+    exponent, most = RATE_EXPONENTS[job.learning_rate_rule], most_worthwhile(noise_scale, job.base_global_batch_size)
+
+    def gain(batches: Array64) -> Array64:
+        worth = progress(batches, noise_scale, weight * exponent, most)
+        if exponent:
+            of_base = progress(np.array([base]), noise_scale, weight * exponent, most)
+            worth = np.minimum(worth, of_base * (np.minimum(batches, most) / base) ** exponent)
+        return worth / np.maximum(model.balanced(batches), 1e-12)
+
     for _ in range(3):  # after two the steps are still 0.24 % of B, which is lost where a cliff follows
         candidates = np.geomspace(low, high, _CANDIDATES)
-        worth = progress(candidates, noise_scale, rate_exponent, most)
-        index = int(np.argmax(worth / np.maximum(model.balanced(candidates), 1e-12)))
+        index = int(np.argmax(gain(candidates)))
         best = float(candidates[index])
         low, high = float(candidates[max(0, index - 1)]), float(candidates[min(_CANDIDATES - 1, index + 1)])
-    return best
+    now, then = gain(np.array([base, best]))
+    return best if then > (1.0 + model.noise) * now else base
 
 
 class Window(NamedTuple):
@@ -381,6 +397,7 @@ class StepTimeFit(msgspec.Struct, frozen=True, array_like=True):
             sync_slope=self.sync_slope,
             waiting_per_s=self.waiting_sums[0] / max(self.waiting_sums[1], 1e-12),
             rest_s=self.rest_s if math.isfinite(self.rest_s) else 0.0,
+            noise=math.sqrt(self.noise_2),
         )
 
     @property

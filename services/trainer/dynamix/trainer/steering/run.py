@@ -14,7 +14,7 @@ import msgspec
 
 from dynamix.schemas.apportion import apportion
 from dynamix.schemas.messages import Action, Applied, FieldView, Job, JobTotals, NetworkMetrics, Report, Summary
-from dynamix.schemas.messages.allocation import Allocation
+from dynamix.schemas.messages.allocation import Allocation, Exchange
 from dynamix.schemas.policies import RATE_EXPONENTS, STIGMERGY, STIGMERGY_OPTIONS
 from dynamix.trainer.data.orders import DataIdentity
 from dynamix.trainer.data.plan import Counts, Position, ReferenceSteps, Schedule
@@ -23,6 +23,7 @@ from dynamix.trainer.job.identity import JobIdentity, Place
 from dynamix.trainer.job.options import JobOptions
 from dynamix.trainer.measurement.meter import Row, held_out_accuracy
 
+from .beginning import LAST_TIMED, is_timed
 from .fast_loop import FastLoop
 from .field import TraceField
 
@@ -98,6 +99,8 @@ class Reporter:
     identity: JobIdentity
     place: Place
     initial: Allocation
+    begun: tuple[Exchange, float] | None = None
+    """The exchange that the ranks began with by themselves, and the exposed time of an exact one."""
     _rows_before: Sequence[Row] | None = None
     _totals_before: JobTotals | None = None
 
@@ -106,6 +109,7 @@ class Reporter:
     ) -> Job:
         """The job's specification: running, or ended for a reason."""
         options, initial = self.options, self.initial
+        exchange, exact_exposed_s = self.begun or (initial.exchange, None)
         shared = {name: getattr(options, name) for name in Job.__struct_fields__ if hasattr(options, name)}
         own: dict[str, Any] = {
             "job": self.identity.job,
@@ -119,7 +123,8 @@ class Reporter:
             "policy_options": dict(options.policy_options),
             "end_reason": (end_reason or "")[:MAX_REASON],
             "initial_split": initial.split,
-            "initial_exchange": initial.exchange,
+            "initial_exchange": exchange,
+            "exact_exposed_s": exact_exposed_s,
             "summary": summary,
         }
         return Job(**shared | own)
@@ -224,6 +229,8 @@ class Run:
     """Once the generation has begun."""
     windows: Windows = field(init=False)
     """Counted from the generation's first step."""
+    last_timed: int | None = None
+    """The step after which rank 0 looks at the times of the first steps, if it does."""
     started: bool = False
     ended: bool = False
     held_out_accuracy: float | None = None
@@ -271,7 +278,9 @@ class Run:
     def begin(self, first_step: int) -> None:
         """Count windows from a step; the initial allocation in the job's specification becomes active."""
         self.windows, self.started = self._windows_from(first_step), True
-        initial = self.schedule.allocation_at(first_step)
+        initial, last_timed = self.schedule.allocation_at(first_step), first_step + LAST_TIMED
+        in_first = self.windows.window_of(last_timed + self.options.margin_steps) == 0
+        self.last_timed = last_timed if in_first and is_timed(self.options, initial) else None
         self.reporter = Reporter(self.options, self.identity, self.place, initial)
 
     def _windows_from(self, first_step: int) -> Windows:

@@ -23,11 +23,13 @@ from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.bus_client.transport import Transport
 from dynamix.trainer.data.orders import ONE_PART
 from dynamix.trainer.data.plan import Counts, PlanSampler, Position
+from dynamix.trainer.gradient.clock import StepTimes
 from dynamix.trainer.gradient.losses import LossWarnings
 from dynamix.trainer.gradient.noise import window_moments
 from dynamix.trainer.loggers import MetricHistory, window_metrics
 from dynamix.trainer.measurement.meter import ROWS, Gains, RankMeter, job_totals
 
+from .beginning import NUM_TIMED, begun_exchange
 from .collectives import Collectives
 from .offers import Offers
 from .run import Run
@@ -58,6 +60,8 @@ class Steering:
         times longer the next may be."""
         self._posted_decision: tuple[int, Action | None] | None = None
         """Effective step of the decision that is under way, and its action, known in rank 0."""
+        self._times: list[StepTimes] = []
+        """Of steps of the window, if they were taken before its end."""
         self._sockets_due = False
         self._fault = ""
         """What is wrong with the data, where the ranks have read different streams."""
@@ -82,7 +86,8 @@ class Steering:
         run.begin(position.step)
         if run.place.rank == 0:
             self.offers = Offers(run.identity, run.options, run.schedule.newest)
-            self.transport.publish(run.reporter.specification(total_samples=run.total_samples))
+            if run.last_timed is None:
+                self.transport.publish(run.reporter.specification(total_samples=run.total_samples))
 
     def end(self, reason: str | None) -> None:
         """End the job, once; rank 0 publishes the reason, `None` publishes nothing. Waits for nothing."""
@@ -126,11 +131,12 @@ class Steering:
         step, run = position.step - 1, self.run
         is_posted = self._posted_window is not None or self._posted_decision is not None or self._sockets_due
         windows, ahead = run.windows, step + run.options.margin_steps
-        ends, adopts = windows.is_start(position.step), windows.is_start(ahead)
-        if not (ends or adopts or is_posted or seconds_per_sample is not None):
+        ends, adopts, is_timed = windows.is_start(position.step), windows.is_start(ahead), step == run.last_timed
+        if not (ends or adopts or is_timed or is_posted or seconds_per_sample is not None):
             return
         clock = self.meter.clock
-        times = clock.take_times() if ends else []  # waits for a GPU: before the time that is charged
+        if ends or is_timed:
+            self._times += clock.take_times()  # waits for a GPU: before the time that is charged
         began = time.perf_counter()
         self.complete_posted()
         if self._fault:
@@ -150,10 +156,13 @@ class Steering:
             sockets, place = self.meter.sockets, self.run.place
             sockets.match(self.collectives.gather_objects(sockets.candidates()), place.rank, place.node_ranks)
         if ends:  # send this rank's row of the window
+            times, self._times = self._times, []
             self.collectives.post_row(self.meter.take_row(times, self.run.held_out_accuracy))
             of_step = run.schedule.counts_at(step), run.schedule.allocation_at(step)
             self._posted_window = position, *of_step, run.calm_times
-        if adopts:
+        if is_timed:
+            self._post_beginning(step, ahead)
+        elif adopts:
             self._post_decision(ahead)
         clock.charged_s += time.perf_counter() - began
 
@@ -224,6 +233,19 @@ class Steering:
         self._sockets_due = True
 
     # --- decisions ---------------------------------------------------------------------------------------------
+
+    def _post_beginning(self, step: int, effective_step: int) -> None:
+        """Send rank 0's choice of an exchange after the first steps; only now the job's specification is known."""
+        run, allocation = self.run, None
+        if run.place.rank == 0:
+            taken_s = [each.compute_s + each.sync_s for each in self._times[-NUM_TIMED:]]
+            sizes, rates = run.schedule.counts_at(step).values, run.fast_loop.filter.rates
+            if (begun := begun_exchange(run.options, rates, sizes, taken_s)) is not None:
+                run.reporter.begun = begun
+                allocation = msgspec.structs.replace(run.schedule.newest, exchange=begun[0])
+            self.transport.publish(run.reporter.specification(total_samples=run.total_samples))
+        self.collectives.post_decision(allocation)
+        self._posted_decision = effective_step, None
 
     def _post_decision(self, effective_step: int) -> None:
         """Send rank 0's newest action to all ranks, and this node's newest trace, for `effective_step` and later."""

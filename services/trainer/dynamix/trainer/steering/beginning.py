@@ -1,0 +1,42 @@
+"""How ranks begin to exchange gradients, before any decision. Pure: real and virtual ranks share it.
+
+A decision takes effect in the third window, after a tenth to a third of a short run. So in a job under `rule` rank 0
+looks at the first steps. Where communication is exposed, all ranks begin at one step with what the law would choose
+first (`arbitrator/policies/exchange.py`).
+"""
+
+import math
+from collections.abc import Sequence
+
+from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange
+from dynamix.schemas.policies import DEFAULT_POLICY, FIRST_PERIOD
+from dynamix.trainer.job.options import JobOptions
+
+LAST_TIMED, NUM_TIMED = 2, 2
+"""Number of the last timed step, and how many are: connections are made in the first step, which is not."""
+
+EXPOSED = 0.35
+"""Share of an exact step at the script's batch that must be exposed communication."""
+
+
+def is_timed(options: JobOptions, first: Allocation) -> bool:
+    """Whether a job's first steps are timed, in which the ranks know each other's compute times."""
+    may_round = options.exchange != "exact" and options.supports_exchange and len(first.local_batch_sizes) > 1
+    return may_round and options.policy == DEFAULT_POLICY and first.split == "tracking" and first.exchange == EXACT
+
+
+def begun_exchange(
+    options: JobOptions, rates: Sequence[float] | None, sizes: Sequence[int], taken_s: Sequence[float]
+) -> tuple[Exchange, float] | None:
+    """The exchange to begin with, and the exposed time of an exact one; `None` where gradients stay exact.
+
+    `rates` are seconds per sample by rank, `taken_s` what a rank's computing and waiting took in each timed step.
+    """
+    if not rates:
+        return None
+    exposed_s = min(taken_s) - max(size * rate for size, rate in zip(sizes, rates, strict=True))
+    compute_s = options.base_global_batch_size / math.fsum(1.0 / rate for rate in rates)  # once sizes are divided
+    if exposed_s <= EXPOSED * (compute_s + exposed_s):
+        return None
+    is_local = options.exchange == "local" and options.optimizer_family == "sgd"
+    return Exchange(codec="int8", every=FIRST_PERIOD if is_local else 1), exposed_s
