@@ -542,6 +542,7 @@ class Session:
         step, tracks = batch.plan.step, allocation.split == "tracking"
         if allocation.exchange.every > 1 and batch.is_first:
             self._local.begin(step)
+        self._updates.share = self._local.share(batch.plan)
         if self._local.is_begun:
             measures = batch.is_last and self._local.measures(step)
         else:

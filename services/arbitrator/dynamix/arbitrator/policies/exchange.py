@@ -8,7 +8,7 @@ time of the slowest rank in a step of the last sizes, c_0 at the base batch. k i
 step of N ranks loses: 0.03 of 8 ranks, the best of 0.03, 0.04 and 0.07 on train scenarios.
 
 - **Rounding** to `int8` begins when x > 0.3 and ends when x < 0.2, in jobs that permit it; and with it local steps, in
-  jobs that permit them and do not use Adam: with the period `FIRST_PERIOD`, and with h once C is measured.
+  jobs that permit them: with the period `FIRST_PERIOD`, and with h once C is measured.
 - **Otherwise** the way of exchange that takes least, if that saves `WORTHWHILE` of an exact step at the base batch:
   gradients as they are, `rows` where the model has embedding tables, owners with shares where a link is slow, and
   `int8`. What a way takes is measured once it was active; before that it is a share of the exact time (`rows`: of the
@@ -162,7 +162,7 @@ def choose(job: Job, model: StepTime, memory: ExchangeMemory, current: float, *,
         return newest
     compute_s, base_s = map(float, model.slowest_s(np.array([current, job.base_global_batch_size])))
     may_round = job.exchange != "exact" and exact_s / (base_s + exact_s) > (END if newest.codec == "int8" else BEGIN)
-    if may_round and job.exchange == "local" and job.optimizer_family == "sgd" and max_every > 1:
+    if may_round and job.exchange == "local" and max_every > 1:
         return Exchange(codec="int8", every=_period(job, memory.times_s.get("round"), compute_s, max_every))
     if way_of(newest) == OVER_OWNERS and memory.age >= LOOK_AGAIN:
         return EXACT
