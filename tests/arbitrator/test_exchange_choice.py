@@ -88,10 +88,10 @@ def over_links(rates: Callable[[int], Sequence[float]], *, waiting_s: float = 0.
     return chosen_after(job, exposed_s, lambda window: observed(rates(window)), windows=windows)
 
 
-def test_exposed_communication_makes_it_choose_the_codec_that_saves_most_and_with_adam_no_local_step() -> None:
+def test_exposed_communication_makes_it_choose_the_codec_that_saves_most() -> None:
     found = chosen("lossy", 0.020)
     assert found.index(INT8) == LAG  # decided in the first window
-    assert set(found) == set(chosen("local", 0.2, optimizer_family="adam")) == {EXACT, INT8}
+    assert set(found) == {EXACT, INT8}
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,6 @@ def test_ranks_that_divide_their_sum_are_as_fast_as_each_other() -> None:
         ({"base_global_batch_size": 15, "optimizer": "adam"}, 1, 0.5 * 4**RATE_EXPONENT),
         ({}, 2, 0.5 / (1 + 0.1 / 2**1.5)),
         ({}, 9, 0.5 / (1 + 0.8 / 2**1.5)),
-        ({"optimizer": "adam"}, 9, 0.5 / (1 + 0.8 / 2)),
     ],
 )
 def test_a_step_of_as_many_samples_as_the_noise_scale_is_worth_half(

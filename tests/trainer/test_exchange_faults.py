@@ -16,7 +16,7 @@ import torch.distributed as dist
 from bench.hosts import Hosts
 from tests.support.ranks import RankError, each_case, run_ranks, wait_for_file
 from tests.support.training import flat_parameters, offer
-from tests.support.whole_numbers import SIZES, Whole, distributed, train_step, train_until, whole_job
+from tests.support.whole_numbers import SIZES, Whole, attach, distributed, train_step, train_until, whole_job
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from dynamix.schemas.messages.allocation import EXACT, Exchange
@@ -147,6 +147,9 @@ def _refuses(_rank: int) -> None:
     for options, why in REFUSED:
         with pytest.raises(ValueError, match=why), whole_job(**options):
             pass
+    model = distributed()
+    with pytest.raises(ValueError, match="local steps with SGD and Adam"):
+        attach(model, torch.optim.RMSprop(model.parameters()), Whole(), exchange="local")
 
 
 def test_what_cannot_be_exchanged_is_refused() -> None:

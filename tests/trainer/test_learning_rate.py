@@ -1,9 +1,10 @@
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from dynamix.trainer.gradient.learning_rate import scale_every_step
+from dynamix.trainer.gradient.learning_rate import correct_second_moments, scale_every_step
 
 
 def _one_parameter() -> torch.nn.Parameter:
@@ -59,3 +60,23 @@ def test_a_step_that_raises_leaves_no_factor_behind() -> None:
     optimizer.step()
     assert parameter.item() == pytest.approx(-0.2)
     assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"weight_decay": 0.1}])
+def test_second_moments_of_a_part_of_the_samples_have_the_noise_of_all(options: dict[str, Any]) -> None:
+    """Gradients 2 and 0 in turn: the moment is 1 of the mean and a quarter of the variance 1, then that of any step."""
+    weights = torch.nn.Parameter(torch.zeros(3))
+    optimizer, shares = torch.optim.AdamW([weights, _one_parameter()], betas=(0.999, 0.9), **options), [0.25]
+    correct_second_moments(optimizer, lambda: shares[0])
+
+    def moment(num_steps: int) -> float:
+        squares = 0.0
+        for step in range(num_steps):
+            weights.grad = torch.full_like(weights, 2.0 * (step % 2))
+            optimizer.step()
+            squares = optimizer.state[weights]["exp_avg_sq"].mean().item()
+        return squares
+
+    assert (moment(1000) + moment(999)) / 2 == pytest.approx(1.25, rel=0.01)
+    shares[0] = 1.0
+    assert (moment(1000) + moment(999)) / 2 == pytest.approx(2.0, rel=0.01)

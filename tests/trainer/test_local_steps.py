@@ -1,8 +1,10 @@
 """Local steps on real gloo ranks, against the same steps computed in one process."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -302,6 +304,46 @@ def test_a_job_resumed_at_an_averaging_goes_on_exactly() -> None:
         assert torch.equal(first["whole"], second["whole"])
         assert torch.equal(first["parts"], first["whole"])
         assert torch.equal(second["parts"], first["whole"])
+
+
+@patch("dynamix.trainer.session.AVERAGED_SHARE", 0.5)
+def _averaged(_rank: int) -> dict[str, Any]:
+    """Parameters and averaged weights after each step; the averaged ones again, in a run resumed in between."""
+    found: dict[str, Any] = {"parameters": [], "averaged": []}
+    saved: list[dict[str, Any]] = []
+    with _curved_job(exchange="local") as (session, model, optimizer):
+        averaged = session.averaged(model)
+        for batch in session.loader:
+            if session.step_index == 2:
+                offer(session, SIZES, exchange=Exchange(every=4))
+            train_step(session, model, optimizer, batch, mean_loss)
+            found["parameters"].append(flat_parameters(model))
+            found["averaged"].append(flat_parameters(averaged))
+            if session.step_index > 10 and session.is_averaged and not saved:
+                saved = [copy.deepcopy(each.state_dict()) for each in (session, model, optimizer, averaged)]
+            if session.step_index == STEPS:
+                break
+    with _curved_job(exchange="local") as (session, model, optimizer):
+        averaged = session.averaged(model)
+        for each, state in zip((session, model, optimizer, averaged), saved, strict=True):
+            each.load_state_dict(state)
+        train_until(STEPS, session, model, optimizer, mean_loss)
+        found["resumed"] = flat_parameters(averaged)
+    return found
+
+
+def test_averaged_weights_are_those_of_the_last_samples_where_ranks_agree_and_change_no_training() -> None:
+    first, second = run_ranks(_averaged, 2)
+    plain = run_ranks(_trained, 2, None, {2: Exchange(every=4)})[0]
+    expected, since = first["parameters"][0], 0
+    for step, (ours, trained) in enumerate(zip(first["averaged"], plain["parameters"], strict=False), 1):
+        assert torch.equal(first["parameters"][step - 1], trained), step
+        assert torch.equal(ours, second["averaged"][step - 1]), step
+        since += 1
+        if plain["averaged"][step - 1]:
+            expected, since = torch.lerp(expected, trained, min(1.0, since / (0.5 * step))), 0
+        assert torch.allclose(ours, expected, atol=1e-7), step
+    assert torch.equal(first["resumed"], first["averaged"][-1])
 
 
 def _epochs(_rank: int, streams: bool) -> list[tuple[bool, bytes]]:

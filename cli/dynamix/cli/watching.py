@@ -231,7 +231,6 @@ class Watched:
             doubted, _ = saved(own_TW + growth_W * ((1.0 - fixed_W) * compute_TW + data_TW), samples=samples)
             found.append(Remedy(name, how, saving, math.hypot(error, saving - doubted), saving > max(least, error)))
 
-        is_adam = "adam" in self._rows[0].optimizer.lower()  # policies then take no local steps
         for every, permission, name in (
             (1, "lossy", "gradients rounded to int8"),
             (FIRST_PERIOD, "local", f"{FIRST_PERIOD} local steps between averagings, int8"),
@@ -239,7 +238,7 @@ class Watched:
             factor = PRIORS["int8"] / every
             saving, error = saved(own_TW, factor * comm_T)
             error = math.hypot(error, PRIOR_ERROR * factor * comm_s / now_s)
-            is_worthwhile = comm_s > BEGIN * now_s and saving > error and not (is_adam and every > 1)
+            is_worthwhile = comm_s > BEGIN * now_s and saving > error
             found.append(Remedy(name, f'attach(..., exchange="{permission}")', saving, error, is_worthwhile))
         return sorted(found, key=lambda each: (not each.is_worthwhile, -each.saving))
 

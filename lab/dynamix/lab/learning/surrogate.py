@@ -9,10 +9,9 @@ averagings of N ranks:
     k = 0.1 (N / 8)^0.7 / (1 + B / B_noise)^1.5                 share of progress that each further local step loses
 
 These constants, and `CURVE`, fit `fashion-14-mlp` under SGD with the square-root rule, for B from 32 to 4,096 and h
-from 1 to 32. Under Adam the exponent is 0.3, and local steps lose 0.8 / (1 + B / B_noise), however many they are. Each
-job's clock and training differ from the scenario's by random factors. Approximate are a split by speed (shares are not
-whole, a changed speed is followed one step after two in a row show it) and the time of coded gradients. So the
-surrogate ranks policies, and no figure of it is reported as a result.
+from 1 to 32; with Adam the exponent is 0.3. Each job's clock and training differ by random factors from the scenario's.
+Approximate are a split by speed (shares are not whole, a changed speed is followed one step after two in a row show it)
+and the time of coded gradients. So the surrogate ranks policies, and no figure of it is reported as a result.
 """
 
 import math
@@ -54,7 +53,7 @@ Chooser = Callable[[Array32], tuple[Choices, Array64, Array64]]
 CURVE = ((0, 5, 17, 28, 40, 60, 105, 150, 240, 400), (0.1, 0.6, 0.7, 0.75, 0.8, 0.83, 0.85, 0.86, 0.87, 0.88))
 """u, and the held-out accuracy there."""
 NOISE_START, NOISE_GROWTH = 30.0, 45.0
-RATE_EXPONENT, ADAM_LOSS = 0.15, 0.8
+RATE_EXPONENT = 0.15
 LOCAL_LOSS, LOCAL_LOSS_POWER, LOCAL_LOSS_DECAY = 0.1, 0.7, 1.5
 NOISE_ERROR = 0.25
 """Sigma of the measured noise scale, lognormal."""
@@ -163,10 +162,8 @@ class SurrogateJobs:
         """p: progress of a step of each job."""
         relative = totals / self.noise_scale
         loss = LOCAL_LOSS * self._loss_factor / (1.0 + relative) ** LOCAL_LOSS_DECAY * (every - 1.0)
-        of_adam = ADAM_LOSS * self._loss_factor / (1.0 + relative) * (every > 1)
         grown = (totals / self.facts["base"]) ** self._exponent
-        is_adam = self.facts["is_adam"] > 0
-        worth: Array64 = grown * relative / (1.0 + relative) / (1.0 + np.where(is_adam, of_adam, loss))
+        worth: Array64 = grown * relative / (1.0 + relative) / (1.0 + loss)
         return worth
 
     def partly_unknown(self, inputs_DI: Array32) -> Array32:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dynamix.schemas.messages.allocation import EXACT
 from dynamix.trainer.data.plan import StepPlan
+from dynamix.trainer.gradient.learning_rate import correct_second_moments
 from dynamix.trainer.gradient.noise import NormSketch, RoundMeasurement
 from dynamix.trainer.local_steps import mean_counts, outer_step
 
@@ -47,6 +48,8 @@ class VirtualRounds:
         """Their parameters, a row each, and the optimizer of these."""
         self._start = gradients.parameters.detach().clone()
         """The parameters with which the round began."""
+        self._shares = self._start.new_ones(exchange.world_size, 1)
+        """Of the newest step's samples, those of each rank."""
         self._velocity: Tensor | None = None
         """Momentum of outer steps, where they have any."""
         self._num_samples: Array64 = np.zeros(exchange.world_size)
@@ -79,6 +82,7 @@ class VirtualRounds:
     ) -> tuple[StepTraffic, tuple[Array64, float]] | None:
         """Update each rank; what was sent after a round's last step, and its drift. Evaluated parameters stay."""
         parameters, optimizer = self._begun()
+        self._shares = self._start.new_tensor(plan.counts.values)[:, None] / plan.counts.total
         optimizer.step()
         self.num_steps += 1
         self._num_samples = self._num_samples + np.asarray(plan.counts.values)
@@ -142,6 +146,7 @@ class VirtualRounds:
             rows = nn.Parameter(common.detach().expand(self._exchange.world_size, -1).clone())
             rows.grad = torch.zeros_like(rows)
             optimizer = self._make(rows)
+            correct_second_moments(optimizer, lambda: self._shares)
             for name, value in self._common.state.get(common, {}).items():
                 is_like = isinstance(value, Tensor) and value.shape == common.shape
                 optimizer.state[rows][name] = value.expand_as(rows).clone() if is_like else deepcopy(value)

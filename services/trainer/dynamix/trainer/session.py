@@ -22,7 +22,9 @@ from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 import msgspec
 import torch
 from msgspec.structs import replace as replace_fields
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dynamix.schemas.apportion import apportion
 from dynamix.schemas.messages import Action, Summary
@@ -46,6 +48,9 @@ P = ParamSpec("P")
 AnswerT = TypeVar("AnswerT")
 
 _log = logging.getLogger("dynamix.trainer")
+
+AVERAGED_SHARE = 0.02
+"""Of the samples so far, those that `Session.averaged` averages the weights over."""
 
 
 def while_it_lives(method: Callable[P, AnswerT]) -> Callable[P, AnswerT]:
@@ -124,6 +129,9 @@ class Session:
         self._allocation: Allocation | None = None
         """Allocation of the batch to train on."""
         self._loss_scaled = False
+        self._averaged: list[tuple[AveragedModel, torch.nn.Module]] = []
+        self._num_unaveraged = 0
+        """Samples since they were updated."""
         self._state_loaded = False
         # the end is published, and the last messages leave, also when the script just ends
         self._leave = weakref.finalize(self, leave, steering, models, close_timeout_s, may_restart)
@@ -232,6 +240,7 @@ class Session:
                 times, counts, norms, drift = self._local.end_step(
                     batch.plan, ends_epoch=self._loader.epoch_is_over, seconds_per_sample=seconds
                 )
+        self._update_averaged(batch.plan.counts.total)
         self._meter.record_batch(batch, loss, num_correct, norms, drift)
         clock.end()
         self._steering.after_step(self._loader.position, times, counts)
@@ -273,6 +282,29 @@ class Session:
         self._models.cover(unwrapped(model))
         if optimizer is not None:
             self._updates.cover(unwrapped_optimizer(optimizer))
+
+    def averaged(self, model: torch.nn.Module) -> AveragedModel:
+        """A copy of a model for evaluation and export, with its weights averaged over the last fiftieth of the samples.
+
+        An exponential moving average, updated after each step that leaves all ranks with the same parameters; training
+        stays as it is. Buffers are the newest. To resume, save and load its own `state_dict` as well.
+        """
+        inner = unwrapped(model)
+        inner = inner.module if isinstance(inner, DistributedDataParallel) else inner
+        averaged = AveragedModel(inner).requires_grad_(False)
+        averaged.zero_grad()
+        self._averaged.append((averaged, inner))
+        return averaged
+
+    def _update_averaged(self, num_samples: int) -> None:
+        self._num_unaveraged += num_samples
+        if not (self._averaged and self._local.is_averaged):
+            return
+        decay = max(0.0, 1.0 - self._num_unaveraged / (AVERAGED_SHARE * self._loader.position.samples_seen))
+        for averaged, model in self._averaged:
+            averaged.multi_avg_fn = get_ema_multi_avg_fn(decay)
+            averaged.update_parameters(model)
+        self._num_unaveraged = 0
 
     def ignore(self, model: torch.nn.Module) -> None:
         """Exclude a DDP model from the session; it trains on batches of its own, equally long on all ranks."""
@@ -542,6 +574,7 @@ class Session:
         step = batch.plan.step
         if allocation.exchange.every > 1 and batch.is_first:
             self._local.begin(step)
+        self._updates.share = self._local.share(batch.plan)
         if self._local.is_begun:
             measures = batch.is_last and self._local.measures(step)
         else:

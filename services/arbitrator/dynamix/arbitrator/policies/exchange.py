@@ -8,8 +8,8 @@ least. c is the compute time of the slowest rank in a step of the last sizes, c_
 progress that a local step of N ranks loses. h becomes the nearest power of two; 0.03 to 0.15 of 8 ranks do as well on
 train scenarios, 0.07 agrees with rounds on real clocks.
 
-- **Rounding** to `int8` begins when x > 0.3, in jobs that permit it; and with it local steps, in jobs that permit them
-  and do not use Adam, until h is below 1.4. The first period is 4, until C is measured.
+- **Rounding** to `int8` begins when x > 0.3, in jobs that permit it; and with it local steps, in jobs that permit them,
+  until h is below 1.4. The first period is 4, until C is measured.
 - **Otherwise** the way of exchange that takes least, if that saves `WORTHWHILE` of an exact step at the base batch:
   gradients as they are, `rows` where the model has embedding tables, owners with shares where a link is slow, and
   `int8`. What a way takes is measured once it was active; before that it is a share of the exact time (`rows`: of the
@@ -154,7 +154,7 @@ def choose(job: Job, model: StepTime, memory: ExchangeMemory, current: float) ->
         return newest
     compute_s, base_s = map(float, model.slowest_s(np.array([current, job.base_global_batch_size])))
     is_exposed = job.exchange != "exact" and exact_s > BEGIN * (base_s + exact_s)
-    if job.exchange == "local" and job.optimizer_family == "sgd" and (is_exposed or newest.every > 1):
+    if job.exchange == "local" and (is_exposed or newest.every > 1):
         loss = min(LOSS_OF_EIGHT * (job.world_size / 8) ** LOSS_POWER, 0.99)
         wanted = math.sqrt(memory.times_s.get("round", math.nan) / compute_s * (1.0 / loss - 1.0))
         every = FIRST_PERIOD if math.isnan(wanted) else min(2 ** max(round(math.log2(wanted)), 0), MOST_EVERY)

@@ -53,6 +53,41 @@ def scale_every_step(
     return optimizer.register_step_pre_hook(scale), optimizer.register_step_post_hook(restore)
 
 
+def correct_second_moments(
+    optimizer: torch.optim.Optimizer, share: Callable[[], float | torch.Tensor]
+) -> tuple[RemovableHandle, RemovableHandle]:
+    """Keep Adam's second moments those of all ranks' samples in steps that a rank makes alone.
+
+    The mean of b_i samples has B / b_i times the noise of the mean of all B, by which v would grow, and steps would
+    shrink by up to sqrt(B / b_i). With the `share` w = b_i / B and the unbiased first moment m, which has little noise:
+
+        v <- beta2 v + (1 - beta2) (w g^2 + (1 - w) m^2)
+
+    A share of 1 changes nothing. Applies to optimizers whose state has exp_avg, exp_avg_sq and step.
+    """
+    kept: list[tuple[dict[str, Any], tuple[float, float], torch.Tensor]] = []
+
+    def keep(stepping: torch.optim.Optimizer, *_: Any) -> None:
+        kept.clear()  # where the last step raised
+        if not isinstance(by := share(), torch.Tensor) and by == 1.0:
+            return
+        for group in stepping.param_groups:
+            for parameter in group["params"]:
+                gradient, state = parameter.grad, stepping.state.get(parameter, {})  # empty before the first step
+                is_whole = gradient is not None and not gradient.is_sparse  # SparseAdam leaves other rows alone
+                if is_whole and {"exp_avg", "exp_avg_sq", "step"} <= state.keys():
+                    kept.append((state, group["betas"], state["exp_avg_sq"].clone()))
+
+    def correct(*_: Any) -> None:
+        for state, (beta1, beta2), before in kept:  # v itself is v before and g^2, whatever the step did to g
+            num_steps = torch.as_tensor(state["step"]).clamp(min=1)  # 0 where a GradScaler skipped all so far
+            mean = state["exp_avg"] / (1 - beta1**num_steps)
+            state["exp_avg_sq"].lerp_(before.mul_(beta2).add_(mean.square_(), alpha=1 - beta2), 1.0 - share())
+        kept.clear()
+
+    return optimizer.register_step_pre_hook(keep), optimizer.register_step_post_hook(correct)
+
+
 _log = logging.getLogger("dynamix.trainer")
 
 MAX_UNSCHEDULED_CHANGES = 2
@@ -129,6 +164,8 @@ class Updates:
         """The epoch and the learning rates of each optimizer's newest update."""
         self._num_changes = 0
         self._factor = 1.0
+        self.share = 1.0
+        """Of a step's samples, those behind the gradient of this rank: 1 except in local steps."""
         self._num_idle: int | None = 0 if self.warns else None
         """Steps without any step of an optimizer; `None` once one has stepped, or after the warning."""
         self._handles: list[RemovableHandle] = []
@@ -147,6 +184,7 @@ class Updates:
         self._handles += [
             optimizer.register_step_pre_hook(self.before_step),
             *scale_every_step(optimizer, lambda: self._factor),
+            *correct_second_moments(optimizer, lambda: self.share),
             optimizer.register_step_post_hook(lambda each, *_: self._updated.add(id(each))),
         ]
         if optimizer not in _covered:

@@ -279,8 +279,6 @@ def options_of(
     margin_steps += exchange in ("lossy", "local")
     is_ours = averaging == "hook" and given["base_hook"] is None
     policy_options = checked("policy_options", given["policy_options"] or {}, dict[str, float | str])
-    names = " ".join(cls.__name__.lower() for cls in type(optimizers[0]).__mro__)
-    is_adaptive = any(name in names for name in ADAPTIVE)
     derived = {
         "local_batch_sizes": sizes,
         "base_global_batch_size": sum(sizes) if base_global_batch_size is None else base_global_batch_size,
@@ -293,7 +291,7 @@ def options_of(
         "policy_options": {
             name: option_value(value) if isinstance(value, str) else value for name, value in policy_options.items()
         },
-        "optimizer_family": given["optimizer_family"] or ("adam" if is_adaptive else "sgd"),
+        "optimizer_family": given["optimizer_family"] or ("adam" if _is_adaptive(optimizers[0]) else "sgd"),
         "supports_tracking": is_ours,
         "supports_exchange": is_ours and not isinstance(exchange, Exchange),
         "exchange": "exact" if isinstance(exchange, Exchange) else exchange,
@@ -339,6 +337,16 @@ def _check_hooks(
                 f"local steps need optimizers that update all parameters on every rank, not {names[0]}: use the "
                 'optimizer itself, or exchange="lossy"'
             )
+        is_adam = "adam" in " ".join(names).lower().replace("adamax", "")
+        if exchange == "local" and _is_adaptive(optimizer) and not is_adam:
+            raise ValueError(
+                f"decisions take local steps with SGD and Adam: those of {names[0]} would shrink by one rank's noise; "
+                'use AdamW, exchange="lossy", or exchange=Exchange(every=4) to take them anyway'
+            )
+
+
+def _is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
+    return any(kind in cls.__name__.lower() for cls in type(optimizer).__mro__ for kind in ADAPTIVE)
 
 
 def warn_of_policy(options: JobOptions) -> None:

@@ -7,7 +7,7 @@ In a round of h steps a rank's gradient is the mean of its own samples and is no
 by the codec and the route of the exchange, the same bits on each: only what moved is sent, so that an error of a codec
 is one of a step. A round also ends before another exchange is in effect, and with an epoch. Buffers are averaged too;
 momentum and the like when local steps end, and with an epoch, so that a checkpoint there holds what all ranks have. The
-learning rate stays that of the global batch.
+learning rate stays that of the global batch, and so do Adam's second moments (`correct_second_moments`).
 """
 
 import itertools
@@ -188,6 +188,10 @@ class LocalSteps:
     def is_averaged(self) -> bool:
         """Whether all ranks have the same parameters."""
         return self._num_steps == 0
+
+    def share(self, plan: StepPlan) -> float:
+        """Of a step's samples, those of this rank's gradient."""
+        return plan.counts.values[self.exchange.rank] / plan.counts.total if self.is_begun else 1.0
 
     def outer_momentum(self) -> list[dict[str, Tensor]]:
         """The momentum of each model's outer steps, by parameter; the same on all ranks, copied to the CPU."""

@@ -38,5 +38,4 @@ def begun_exchange(
     compute_s = options.base_global_batch_size / math.fsum(1.0 / rate for rate in rates)  # once sizes are divided
     if exposed_s <= EXPOSED * (compute_s + exposed_s):
         return None
-    is_local = options.exchange == "local" and options.optimizer_family == "sgd"
-    return Exchange(codec="int8", every=FIRST_PERIOD if is_local else 1), exposed_s
+    return Exchange(codec="int8", every=FIRST_PERIOD if options.exchange == "local" else 1), exposed_s
