@@ -177,7 +177,7 @@ def sum_together(tensors: Sequence[Tensor], member: Member) -> Leg:
     """Sum some flat tensors over ranks in place, all at equal owners."""
     flat = torch.cat(list(tensors))
     yield from sum_over_ranks(flat, Member(member.rank, member.world_size, (1.0,) * member.world_size))
-    for tensor, total in zip(tensors, flat.split([len(each) for each in tensors]), strict=True):
+    for tensor, total in zip(tensors, torch.split(flat, [len(each) for each in tensors]), strict=True):
         tensor.copy_(total)
 
 
