@@ -40,7 +40,6 @@ from torch._C._distributed_c10d import GradBucket  # = dist.GradBucket, which to
 from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.collector.procfs import parse_net_dev
-from dynamix.lab.simulator.exchange import run_counted
 from dynamix.lab.simulator.scenario import Coding
 from dynamix.lab.workloads import Data, Part, make_optimizer, workload_named
 from dynamix.schemas.apportion import balanced_shares
@@ -445,8 +444,8 @@ def _coding_row(name: str, side: int, world_size: int, num_repeats: int) -> list
     codecs = [CODECS[name]() for _ in range(world_size)]
     shares = (1.0,) * world_size if name == "none" else ()
     members = [Member(rank, world_size, shares) for rank in range(world_size)]
-    generator, times_s, num_messages = torch.Generator().manual_seed(0), list[float](), 0
-    for number in range(3 + num_repeats):
+    generator, times_s = torch.Generator().manual_seed(0), list[float]()
+    for _ in range(4 + num_repeats):
         views = []
         for _ in members:
             gradient = torch.randn(parts[0].shape, generator=generator)
@@ -455,20 +454,15 @@ def _coding_row(name: str, side: int, world_size: int, num_repeats: int) -> list
                 gradient += 0.0  # no -0.0
             views.append(BucketView(0, gradient.flatten(), parts))
         legs = [codec.reduce(view, member) for codec, view, member in zip(codecs, views, members, strict=True)]
-        if number == 0:
-            num_messages = sum(each.num_messages for each in run_counted(legs))
-            continue
         begun, performed_s = time.process_time(), 0.0
         while asked := [each for leg in legs if (each := next(leg, None)) is not None]:
             collective = time.thread_time()
             perform_alike(asked)  # stands in for the network
             performed_s += time.thread_time() - collective
         times_s.append((time.process_time() - begun - performed_s) / world_size)
-    defaults, num_bytes, measured_s = Coding(), views[0].flat.nbytes, statistics.median(times_s[2:])
-    messages_s = defaults.message_s * num_messages
-    assumed_s = defaults.s_per_byte(name) * num_bytes + messages_s
-    per_byte_s = (measured_s - messages_s) / num_bytes
-    return [name, num_bytes / 2**20, world_size, 1e3 * measured_s, 1e3 * assumed_s, 1e6 * per_byte_s]
+    num_bytes, measured_s = views[0].flat.nbytes, statistics.median(times_s[3:])
+    assumed_s = Coding().s_per_byte(name) * num_bytes
+    return [name, num_bytes / 2**20, world_size, 1e3 * measured_s, 1e3 * assumed_s, 1e6 * measured_s / num_bytes]
 
 
 # --- the command line ------------------------------------------------------------------------------------------------

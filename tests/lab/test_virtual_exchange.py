@@ -83,7 +83,7 @@ def test_a_pretended_gradient_sends_as_much_more_and_its_owners_own_what_they_sh
     assert pull.sent == pytest.approx([2 * gradient * home for home in (0.25, 0.25, 0.5)], rel=1e-3)
 
 
-FREE = Coding(none=0.0, bf16=0.0, fp16=0.0, int8=0.0, rows=0.0, message_s=0.0)
+FREE = Coding(none=0.0, bf16=0.0, fp16=0.0, int8=0.0, rows=0.0, message_s=0.0, bucket_s=0.0)
 
 
 def clock(links: tuple[float, ...], *, coding: Coding = FREE, **network: Any) -> VirtualClock:
@@ -135,6 +135,17 @@ def test_coding_costs_bytes_and_messages_and_is_slowed_like_computing() -> None:
     assert step.communication_s == pytest.approx(3 * (2 * 0.016384 + 12 * 0.003), rel=1e-6)
     plain = made.step(np.ones(4), calm(4), traffic=traffic_of(Exchange(codec="none"), 4))
     assert plain.communication_s == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_quota_slows_coding_and_has_each_exchange_wait_for_its_next_period() -> None:
+    workers = (Workers(samples_per_s=1000.0), Workers(samples_per_s=1000.0, cores=0.4, quota_period_s=0.02))
+    coding = msgspec.structs.replace(FREE, bucket_s=0.002)
+    changed = virtual.scenario(workers=workers, network=Network(bandwidth_mbit_s=1e9, latency_s=0.0), coding=coding)
+    made = VirtualClock(changed, 4 * 4096)
+    for codec, coding_s in (("none", 0.0), ("int8", 0.002 / 0.4)):
+        step = made.step(np.ones(2), calm(2), traffic=traffic_of(Exchange(codec=codec), 2), computed_s=np.zeros(2))
+        assert step.communication_s == pytest.approx(0.6 * 0.02 + coding_s, rel=1e-5)
+        assert step.step_s == pytest.approx(0.001 + step.communication_s)
 
 
 @pytest.mark.parametrize("name", ["fashion-14-mlp", "fashion-14-cnn"])
@@ -221,7 +232,7 @@ def test_a_round_takes_as_long_as_the_rank_that_computed_longest_in_all_of_it() 
 def test_only_the_last_step_of_a_round_sends_anything() -> None:
     run = started(4, local_steps(window_steps=1, network=Network(num_buckets=1, gradient_bytes=1_000_000)))
     counters = [run.run_window()[0].rows[2].sockets for _ in range(8)]
-    ring, sketch = 1_500_000, 6 * 8192  # of 8192 numbers that measure the noise
+    ring, sketch = 1_500_000, 6 * 1024  # of 1024 numbers that measure the noise
     first = ring + sketch
     # step 8 ends the epoch: the optimizer's momentum is averaged as well
     assert [each.tx_bytes for each in counters if each] == [0, 0, 0, first, first, first, first, 2 * first + ring]

@@ -11,6 +11,7 @@ from tests.support.exchanges import VirtualRanks, dense_sum, make_parts, masked,
 from tests.support.extensions import register
 from torch import nn
 
+from dynamix.lab.simulator.exchange import run_counted
 from dynamix.runtime.extensions import ExtensionError
 from dynamix.trainer.exchange.codec import (
     BucketView,
@@ -27,6 +28,8 @@ from dynamix.trainer.exchange.codec import (
     Union,
     legs_of,
     run_alike,
+    side_by_side,
+    sum_together,
 )
 from dynamix.trainer.exchange.plan import CODECS, exchange_codec
 from dynamix.trainer.exchange.rows import RowsExchange, table_share
@@ -92,6 +95,24 @@ def test_a_bucket_in_chunks_has_the_bits_of_the_whole_whoever_owns_what() -> Non
         for of_ranks in zip(*legs, strict=True):
             run_alike(of_ranks)
         assert all(torch.equal(row, whole) for row in rows)
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_numbers_beside_a_bucket_are_summed_in_its_messages(codec: str) -> None:
+    gradients, ranks = masked(4, 3000, 1.0, 1), VirtualRanks(codec, 4, (5, 0, 1, 2.5))
+    rows = [each.clone() for each in gradients]
+    numbers = [[torch.tensor([float(rank), 0.5]), torch.full((7,), float(rank))] for rank in range(4)]
+    legs = [
+        side_by_side(
+            exchange_codec(codec).reduce(BucketView(0, row, make_parts({"weight": (3000,)})), member),
+            sum_together(beside, member),
+        )
+        for row, beside, member in zip(rows, numbers, ranks.members(), strict=True)
+    ]
+    assert len(run_counted(legs)) == 2, "no messages of its own"
+    whole = ranks.reduce(gradients)
+    assert all(same_bits(row, whole) for row in rows)
+    assert all(torch.cat(beside).tolist() == [6.0, 2.0] + [6.0] * 7 for beside in numbers)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

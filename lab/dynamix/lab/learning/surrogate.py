@@ -103,8 +103,10 @@ class SurrogateJobs:
             lambda scenario: scenario.network.gradient_bytes or workload_named(scenario.workload).gradient_bytes
         )
         per_byte_s = of_jobs(lambda scenario: scenario.coding.int8 / 1e6)
-        messages_s = of_jobs(lambda scenario: 2 * (scenario.world_size - 1) * scenario.coding.message_s)
-        self._coding_s = (per_byte_s * self._bytes)[:, 0] + messages_s[:, 0] * self._buckets
+        bucket_s = of_jobs(
+            lambda scenario: 2 * (scenario.world_size - 1) * scenario.coding.message_s + scenario.coding.bucket_s
+        )
+        self._coding_s = (per_byte_s * self._bytes)[:, 0] + bucket_s[:, 0] * self._buckets
         speeds = factors()
         self._overhead_s = speeds * of_ranks(lambda worker: worker.overhead_s)
         self._s_per_sample = speeds * factors(0.3, of_ranks=True) / of_ranks(lambda worker: worker.samples_per_s)

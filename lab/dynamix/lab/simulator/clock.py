@@ -3,7 +3,7 @@
     compute_i = slowdown_i * (overhead_i + max(b_i, saturation_i) / samples_per_s_i)
     ring:              C = 2 (N - 1) K * max(mean_i (l_i + s_i), max_i s_i),  s_i = congestion_i * M / (K N bandwidth_i)
     parameter server:  C = 2 K * max(l_0 + congestion_0 * N M / (K servers bandwidth), max_i (l_i + N s_i))
-    exposed = max(C / K, C - overlap * max_i compute_i)
+    exposed = max(C / K, C - overlap * max_i compute_i) + max_i (1 - cores_i) * quota_period_i
     step    = max_i compute_i + exposed + decision
 
 l_i = congestion_i * latency is a message's latency on a worker's link, and s_i the time that the link takes to send its
@@ -172,6 +172,8 @@ class VirtualClock:
             [worker.bandwidth_mbit_s or network.bandwidth_mbit_s for worker in workers]
         )
         self._coding = scenario.coding
+        self._cores = np.array([worker.cores for worker in workers])
+        self._throttled_s = max(max(0.0, 1 - worker.cores) * worker.quota_period_s for worker in workers)
         self.decision_s = scenario.decision.cost_s + scenario.decision.cost_per_doubling_s * math.log2(len(workers))
         self.tx_bytes_per_step = sent_bytes(network.topology, len(workers), self.gradient_bytes)
         """Bytes that each worker sends, and receives, in one step."""
@@ -208,7 +210,7 @@ class VirtualClock:
                 self._bandwidth / conditions.congestion,
                 conditions.congestion * self._network.latency_s,
                 self._coding,
-                slowdown=float(conditions.slowdown.max()),
+                slowdown=float((conditions.slowdown / self._cores).max()),
                 computed_s=0.0 if is_local else slowest_s,
                 overlap=0.0 if is_local else self._network.overlap,
             )
@@ -216,6 +218,8 @@ class VirtualClock:
             communication_s = self.communication_s(conditions)
             hidden_s = self._network.overlap * slowest_s
             exposed_s = max(communication_s / self._network.num_buckets, communication_s - hidden_s)
+        if communication_s > 0.0:
+            communication_s, exposed_s = communication_s + self._throttled_s, exposed_s + self._throttled_s
         goes_on = is_local and traffic is None
         sync_s = np.zeros(len(compute_s)) if goes_on else slowest_s - ends_s + exposed_s
         update_s = self.decision_s if decided else 0.0

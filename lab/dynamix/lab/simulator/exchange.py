@@ -13,13 +13,14 @@ their bytes over the busiest direction of the slowest link.
     link:   end_k  = max(end_(k-1), ready_k) + max_i max(sent_i, received_i) congestion_i / bandwidth_i
     ring of n bytes:  2 (N - 1) * max(mean_i (l_i + s_i), max_i s_i),  s_i = congestion_i * n / (N bandwidth_i)
     all to all:       max_i (l_i + congestion_i * max(sent_i, received_i) / bandwidth_i)
-    coding: max slowdown * (seconds per byte * gradient bytes + seconds per message * messages)
+    coding: max_i slowdown_i / cores_i * (s per byte * gradient bytes + s per message * messages + s per bucket)
 
 Uncoded gradients over owners are sent in chunks of each bucket, which are ready together (`codec.legs_of`). A bucket
 with a single all-reduce is not coded: by `none`, and where a lossless codec falls back to it. Coding costs what it
-costs an idle core; that it takes time from the model's computing where cores are few is not in the formulas.
+costs an idle core; of a CPU quota only its share, after a wait for the next period (`clock`).
 """
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
@@ -146,7 +147,8 @@ def exchange_times_s(
         if len(collectives) > 1 or not collectives[0].is_ring:
             num_messages = sum(each.num_messages for each in collectives)
             per_byte_s = coding.s_per_byte(bucket.codec)
-            coding_s = slowdown * (per_byte_s * bucket.gradient_bytes + coding.message_s * num_messages)
+            coding_s = per_byte_s * bucket.gradient_bytes + coding.message_s * num_messages
+            coding_s = slowdown * (coding_s + coding.bucket_s * (not bucket.is_continued))
         first_s, *further_s = map(collective_s, collectives)
         sent = np.sum([each.sent for each in collectives], axis=0)
         received = np.sum([each.received for each in collectives], axis=0)
@@ -310,13 +312,17 @@ class ActiveExchange(NamedTuple):
         return self.exchange.every > 1
 
 
+MOVES_BUCKET_BYTES = 25 << 20
+"""Bucket in which movements are sent: DDP's largest, and no small first one."""
+
+
 class VirtualExchange:
     """Sums the gradients of virtual ranks as real ranks would, and counts what they would send."""
 
     def __init__(self, model: nn.Module, world_size: int, *, num_buckets: int, gradient_bytes: int) -> None:
         """`gradient_bytes` is the pretended size of a gradient."""
         self._gradients = GradientLayout(model, num_buckets)
-        self._moves = GradientLayout(model, num_buckets, forwards=True)
+        self._moves = GradientLayout(model, math.ceil(gradient_bytes / MOVES_BUCKET_BYTES), forwards=True)
         self.world_size = world_size
         self._gradient_bytes = gradient_bytes
         self._codecs: dict[str, list[ExchangeCodec]] = {}

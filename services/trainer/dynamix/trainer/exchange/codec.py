@@ -173,6 +173,38 @@ def sum_over_ranks(tensor: Tensor, member: Member) -> Leg:
     yield Trade(tensor, total.repeat(member.world_size), lengths, from_all, *served, is_answer=True)
 
 
+def sum_together(tensors: Sequence[Tensor], member: Member) -> Leg:
+    """Sum some flat tensors over ranks in place, all at equal owners."""
+    flat = torch.cat(list(tensors))
+    yield from sum_over_ranks(flat, Member(member.rank, member.world_size, (1.0,) * member.world_size))
+    for tensor, total in zip(tensors, torch.split(flat, [len(each) for each in tensors]), strict=True):
+        tensor.copy_(total)
+
+
+def side_by_side(*legs: Leg) -> Leg:
+    """Carry out legs at the same time: their all-to-alls share messages."""
+    while asked := [each for leg in legs if (each := next(leg, None)) is not None]:
+        trades = [each for each in asked if isinstance(each, Trade) and not each.served_sizes]
+        if len(trades) < len(legs):
+            yield from asked
+            continue
+        # by rank, and of each rank by leg
+        sent = list(zip(*(_pieces(trade.sent, trade.sent_sizes) for trade in trades), strict=True))
+        places = list(zip(*(_pieces(trade.received, trade.received_sizes) for trade in trades), strict=True))
+        message = torch.cat([piece for of_rank in sent for piece in of_rank])
+        sizes = [len(place) for of_rank in places for place in of_rank]
+        received = message.new_empty(sum(sizes))
+        sent_sizes, received_sizes = ([sum(map(len, of_rank)) for of_rank in each] for each in (sent, places))
+        yield Trade(received, message, received_sizes, sent_sizes)
+        for place, piece in zip(itertools.chain(*places), torch.split(received, sizes), strict=True):
+            place.copy_(piece)
+
+
+def _pieces(tensor: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """The bytes of each rank's elements."""
+    return torch.split(tensor.view(torch.uint8), [size * tensor.element_size() for size in sizes])
+
+
 def sum_in_rank_order(addends: list[Tensor]) -> Tensor:
     """The sum, one addend after the other, of half precision in float32; the first one is overwritten."""
     first, *others = addends

@@ -19,7 +19,7 @@ from torch import Tensor
 from .codec import BucketView, CodedSquares, ErrorFeedback, Leg, Member, Trade, owned_ranges, sum_over_ranks
 
 BLOCK = 512
-"""Elements: owners own whole blocks, messages hold whole blocks, int8 has a scale for each."""
+"""Elements: owners own whole blocks, messages hold whole blocks, each with a scale."""
 
 MEASURED_EVERY = 8
 """Times a bucket is summed until its gain is measured again, which costs five passes over its numbers."""
@@ -28,7 +28,7 @@ MEASURED_EVERY = 8
 class NarrowExchange(ErrorFeedback):
     """A codec that narrows, with error feedback on the way to the owners and back."""
 
-    def __init__(self, name: str, narrowing: "Cast | Int8") -> None:
+    def __init__(self, name: str, narrowing: "Narrowing") -> None:
         super().__init__()
         self.name = name
         self._narrowing = narrowing
@@ -45,14 +45,12 @@ class NarrowExchange(ErrorFeedback):
         torch.add(residual, bucket.flat, out=values[:length])
         ranges = owned_ranges(len(values), member, BLOCK)
         own = slice(ranges[member.rank].start, ranges[member.rank].stop)
-        # bytes of the messages about each other rank's elements, and from or to each rank about this one's
+        own_addend = values[own].clone()
         theirs = [self._narrowing.message_bytes(len(owned)) for owned in ranges]
         mine = [theirs[member.rank]] * member.world_size
-        mine[member.rank] = theirs[member.rank] = 0
         room_for = partial(values.new_empty, dtype=torch.uint8)
         pushed, addends = room_for(sum(theirs)), room_for(sum(mine))
-        for owned, message in _by_owner(pushed, ranges, theirs):
-            self._narrowing.write(values[owned.start : owned.stop], message)
+        self._narrowing.write(values, pushed)  # its own part too: one pass over all costs less than one for each owner
         if self._num_reduced[bucket.number] % MEASURED_EVERY == 0:
             wanted = torch.add(residual, bucket.flat)
             sent = wanted - values[:length]
@@ -63,28 +61,21 @@ class NarrowExchange(ErrorFeedback):
         self._num_reduced[bucket.number] += 1
         yield Trade(addends, pushed, mine, theirs)
 
-        total = torch.zeros_like(values[own])
-        addend = torch.empty_like(total)
+        total, arrived = torch.zeros_like(own_addend), torch.empty_like(own_addend)
         for sender, message in enumerate(torch.split(addends, mine)):
-            if sender == member.rank:
-                addend.copy_(values[own])
-            else:
-                self._narrowing.read(message, addend)
-            total.add_(addend)
-        answer = room_for(self._narrowing.message_bytes(len(total)))
+            if sender != member.rank:
+                self._narrowing.read(message, arrived)
+            total.add_(own_addend if sender == member.rank else arrived)
+        answer, answers = room_for(theirs[member.rank]), room_for(sum(theirs))
         self._narrowing.write(total, answer)
-        answers = room_for(sum(theirs))
-        yield Trade(answers, answer.repeat(sum(1 for size in mine if size)), theirs, mine)
+        yield Trade(answers, answer.repeat(member.world_size), theirs, mine)
 
-        come = [(ranges[member.rank], answer), *_by_owner(answers, ranges, theirs)]
-        scales = torch.cat([self._narrowing.scales(message, len(owned)) for owned, message in come])
-        if not bool(scales.isfinite().all()):
+        if not bool(self._narrowing.scales(answers).isfinite().all()):
             yield from sum_over_ranks(bucket.flat, member)
             return
         values[own] = total
         summed = torch.empty_like(values)
-        for owned, message in come:
-            self._narrowing.read(message, summed[owned.start : owned.stop])
+        self._narrowing.read(answers, summed)
         bucket.flat.copy_(summed[: len(bucket.flat)])
         if bucket.flat.dtype != summed.dtype:  # what the gradient's own type took away: of the owner alone, once
             values[own] += summed[own]
@@ -93,51 +84,61 @@ class NarrowExchange(ErrorFeedback):
         self.residuals.put(bucket, values[:length])
 
 
-def _by_owner(messages: Tensor, ranges: list[range], sizes: list[int]) -> list[tuple[range, Tensor]]:
-    """The messages about other ranks' elements, each with these; empty ones left out."""
-    pieces = zip(ranges, torch.split(messages, sizes), strict=True)
-    return [(owned, message) for owned, message in pieces if len(message)]
-
-
 SCALE_BYTES = 4
+
+
+class Narrowing:
+    """Writes blocks of numbers in a narrower type, each behind its scale in float32."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._block_bytes = SCALE_BYTES + BLOCK * dtype.itemsize
+
+    def message_bytes(self, length: int) -> int:
+        """Bytes of a message of whole blocks."""
+        return length // BLOCK * self._block_bytes
+
+    def scales(self, message: Tensor) -> Tensor:
+        """Scales, one per block; not finite if a number of the block was not."""
+        return self._rows(message).view(torch.float32)[:, :1]
+
+    def write(self, values: Tensor, message: Tensor) -> None:
+        """Fill a message; what rounding took away is left in `values`."""
+        raise NotImplementedError
+
+    def read(self, message: Tensor, values: Tensor) -> None:
+        """Write a message's numbers into `values`."""
+        blocks, numbers = self._parts(values, message)
+        blocks.copy_(numbers).mul_(self.scales(message))
+
+    def _parts(self, values: Tensor, message: Tensor) -> tuple[Tensor, Tensor]:
+        """The values and the numbers that stand for them, by block."""
+        numbers = self._rows(message).view(self._dtype)[:, SCALE_BYTES // self._dtype.itemsize :]
+        return values.view(len(numbers), BLOCK), numbers
+
+    def _rows(self, message: Tensor) -> Tensor:
+        return message.view(len(message) // self._block_bytes, self._block_bytes)
+
+
 TOP_EXPONENT = {torch.float16: 15, torch.bfloat16: 0}
 """Numbers stay below 2 to this: float16 ends at 65504; bfloat16 has the range of float32."""
 LOWEST_EXPONENT = -100
 """Least exponent of a block's largest number: below it a scale would not be a normal float32."""
 
 
-class Cast:
-    """Narrows whole blocks of numbers to a type of two bytes, behind a scale in float32."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._top = TOP_EXPONENT[dtype]
-
-    def message_bytes(self, length: int) -> int:
-        """Two per number and one scale."""
-        return SCALE_BYTES + 2 * length if length else 0
-
-    def scales(self, message: Tensor, length: int) -> Tensor:
-        """The one scale, NaN where a number was not finite."""
-        return message[: SCALE_BYTES if length else 0].view(torch.float32)
+class Cast(Narrowing):
+    """Narrows to a type of two bytes, by scales that are powers of 2."""
 
     def write(self, values: Tensor, message: Tensor) -> None:
         """Fill a message; what rounding took away is left in `values`."""
-        if not len(values):
-            return
-        largest = torch.maximum(values.amax(), -values.amin())
-        exponent = torch.frexp(largest).exponent.clamp(min=LOWEST_EXPONENT) - self._top
+        blocks, numbers = self._parts(values, message)
+        largest = blocks.abs().amax(1, keepdim=True)
+        exponent = torch.frexp(largest).exponent.clamp(min=LOWEST_EXPONENT) - TOP_EXPONENT[self._dtype]
         scale = torch.ldexp(torch.ones_like(largest), exponent)
         scale = torch.where(largest.isfinite(), scale, torch.nan)
-        self.scales(message, len(values)).copy_(scale)
-        numbers = message[SCALE_BYTES:].view(self._dtype)
-        numbers.copy_(values / scale)
-        values.sub_(numbers.to(values.dtype).mul_(scale))
-
-    def read(self, message: Tensor, values: Tensor) -> None:
-        """Write a message's numbers into `values`."""
-        if len(values):
-            values.copy_(message[SCALE_BYTES:].view(self._dtype)).mul_(self.scales(message, len(values)))
+        self.scales(message).copy_(scale)
+        numbers.copy_(blocks / scale)
+        blocks.sub_(numbers.to(values.dtype).mul_(scale))
 
 
 STEPS = 127
@@ -145,38 +146,18 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 """A block below this has the scale 0: the inverse would overflow. The residual keeps its numbers."""
 
 
-class Int8:
-    """Narrows numbers to int8, with a scale in float32 for each block of `BLOCK`."""
+class Int8(Narrowing):
+    """Narrows to whole numbers of one byte."""
 
-    def message_bytes(self, length: int) -> int:
-        """Bytes of a message: one per number and four per block."""
-        return length + SCALE_BYTES * (length // BLOCK)
-
-    def scales(self, message: Tensor, length: int) -> Tensor:
-        """Scales, one per block; not finite if a number of the block was not."""
-        return message[: SCALE_BYTES * (length // BLOCK)].view(torch.float32)
+    def __init__(self) -> None:
+        super().__init__(torch.int8)
 
     def write(self, values: Tensor, message: Tensor) -> None:
         """Fill a message; what rounding took away is left in `values`."""
-        if not len(values):
-            return
-        blocks, scales, numbers = self._parts(values, message)
-        largest = torch.maximum(blocks.amax(1, keepdim=True), -blocks.amin(1, keepdim=True))
-        scale = (largest / STEPS).float()
+        blocks, numbers = self._parts(values, message)
+        scale = (blocks.abs().amax(1, keepdim=True) / STEPS).float()
         scale = torch.where(scale < SMALLEST_SCALE, 0.0, scale)  # a NaN stays
-        scales.copy_(scale)
+        self.scales(message).copy_(scale)
         steps = (blocks * torch.where(scale == 0, 0.0, 1 / scale)).round_()
         numbers.copy_(steps)
         blocks.sub_(steps.mul_(scale))
-
-    def read(self, message: Tensor, values: Tensor) -> None:
-        """Write a message's numbers into `values`."""
-        if len(values):
-            blocks, scales, numbers = self._parts(values, message)
-            blocks.copy_(numbers).mul_(scales)
-
-    def _parts(self, values: Tensor, message: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The numbers, the scales and the bytes, each by block."""
-        scales = self.scales(message, len(values))
-        numbers = message[SCALE_BYTES * len(scales) :].view(torch.int8)
-        return values.view(-1, BLOCK), scales.view(-1, 1), numbers.view(-1, BLOCK)

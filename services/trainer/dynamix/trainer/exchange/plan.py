@@ -11,7 +11,7 @@ groups of both are broken: no rank or server waits for this rank longer than for
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -42,6 +42,8 @@ from .codec import (
     Trade,
     just,
     legs_of,
+    side_by_side,
+    sum_together,
 )
 from .narrow import Cast, Int8, NarrowExchange
 from .rows import RowsExchange
@@ -183,8 +185,11 @@ class ModelExchange:
             self._member = member_of(step.exchange, plan.rank, plan.world_size, plan.num_servers)
         self._step = step
 
-    def send(self, bucket: BucketView) -> "Sent":
-        """Begin to sum a bucket over ranks, in place; all ranks send the same buckets in the same order."""
+    def send(self, bucket: BucketView, beside: Sequence[Tensor] = ()) -> "Sent":
+        """Begin to sum a bucket over ranks, in place; all ranks send the same buckets in the same order.
+
+        `beside`: a few numbers on the host, summed in place and without a codec by the messages of the bucket.
+        """
         assert self._step is not None, "no exchange is in effect"
         codec = self._codec(self._step.exchange.codec)
         host = _host_copy(bucket.flat)
@@ -193,6 +198,8 @@ class ModelExchange:
             legs = [codec.residuals.flush(sent, self._member)]
         else:
             legs = legs_of(codec, sent, self._member)
+        if beside:
+            legs[0] = side_by_side(legs[0], sum_together(beside, self._member))
         return self._plan.pipeline().send(*legs, back=None if host is None else (bucket.flat, host))
 
     def send_plainly(self, numbers: Tensor) -> "Sent":

@@ -320,7 +320,7 @@ class GradientHook:
         self._rank = dist.get_rank(self.group)
         self._world_size = dist.get_world_size(self.group)
         self.slots = TimeSlots(self._rank, self._world_size)
-        self._times: dist.Work | Sent | None = None
+        self._times: dist.Work | None = None
         """Time slots on their way beside the buckets."""
         self._has_times = False
         """Whether times are on their way, or came, with the last bucket."""
@@ -411,11 +411,11 @@ class GradientHook:
         if step.exchange is not None:
             if known.view is None:
                 known.view = view_of(bucket, known.buffer, self.model_exchange.keys)
-            under_way = self.model_exchange.send(known.view)
-            if shares_times:
-                lent = self.slots.write_apart(self.clock.seconds_per_sample())
-                self._times = self.model_exchange.send_plainly(lent.tensor)
-            return under_way
+            if not shares_times:
+                return self.model_exchange.send(known.view)
+            self._has_times = True
+            lent = self.slots.write_apart(self.clock.seconds_per_sample())
+            return self.model_exchange.send(known.view, [lent.tensor])
         if shares_times and known.buffer.dtype in SLOT_TYPES and known.buffer.is_cpu:
             if known.carrier is None:
                 known.carrier = self.slots.behind(known.buffer)

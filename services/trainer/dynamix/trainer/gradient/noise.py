@@ -148,15 +148,15 @@ class SquaredNorms(NamedTuple):
 NOT_MEASURED = SquaredNorms([], [])
 
 
-SKETCH_CELLS = 8192
-"""Numbers of a sketch; the relative standard deviation of its |G|^2 is sqrt(2 / 8192) = 1.6 %."""
+SKETCH_CELLS = 1024
+"""Numbers of a sketch; the relative standard deviation of its |G|^2 is sqrt(2 / 1024) = 4.4 %."""
 
 
 class NormSketch:
     """|G|^2 of a gradient that no rank has, from a few numbers that are summed over ranks.
 
     In local steps gradients are not sent. Every rank adds the elements of its own, with its weight b_i / B and random
-    signs that all ranks share, to 8192 cells in turn. Summed over ranks these are the cells of G, whose squared norm is
+    signs that all ranks share, to 1024 cells in turn. Summed over ranks these are the cells of G, whose squared norm is
     |G|^2 on average over signs (Alon, Matias and Szegedy, 1996), other ones in each step; it is exact where G
     has no more elements than there are cells.
     """

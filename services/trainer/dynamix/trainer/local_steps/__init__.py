@@ -284,17 +284,15 @@ class LocalSteps:
         drift = RoundDrift([], [])
         step = StepExchange(exchange, flushes=not keeps_residuals(exchange, following))
         sent: list[tuple[ModelExchange, FlatBucket, BucketView, Sent]] = []
+        beside = [each.cells for each in self._sketches.sketches] if self._sketches else []
+        if shares_times:
+            seconds_per_sample = self._round.computed_s / max(self._round.num_timed, 1)
+            beside.append(self._slots.write_apart(seconds_per_sample).tensor)
         for model, bucket in self._round.buckets:
             model.begin(step)
             view = bucket.moved(weight)
             drift.own.append(torch.dot(view.flat, view.flat) / weight if weight else 0.0)
-            sent.append((model, bucket, view, model.send(view)))
-        some_model = self._round.buckets[0][0]
-        cells = [each.cells for each in self._sketches.sketches] if self._sketches else []
-        beside = [some_model.send_plainly(each) for each in cells]
-        if shares_times:
-            seconds_per_sample = self._round.computed_s / max(self._round.num_timed, 1)
-            beside.append(some_model.send_plainly(self._slots.write_apart(seconds_per_sample).tensor))
+            sent.append((model, bucket, view, model.send(view, () if sent else beside)))
         for covered, model in zip(self.models.models, self.models.exchanges, strict=True):
             if covered in self.models.unshared:
                 share_buffers(covered.modules_buffers, model, weight, is_first=self.exchange.rank == 0)
@@ -305,8 +303,6 @@ class LocalSteps:
             drift.mean.append(torch.dot(view.flat, view.flat))
         if not following.outer_momentum:
             self._velocities.clear()
-        for each in beside:
-            each.wait()
         if shares_times:
             self._slots.receive()
         self._round, self._num_steps = None, 0
