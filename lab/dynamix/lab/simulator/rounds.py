@@ -64,14 +64,16 @@ class VirtualRounds:
         assert means is not None, "made with the ranks"
         sums = self._gradients.step_of_each(inputs, labels, plan, means, at=parameters.detach())
         means.div_(means.new_tensor(plan.counts.values).clamp_(min=1)[:, None])
+        measures = self._measurement.measures(plan.step, begins_round=self.num_steps == 0)
+        local = torch.linalg.vector_norm(means, dim=1).double().numpy() ** 2 if measures else np.zeros(0)
+        self._exchange.average_nodes(means, plan.counts.values)
         self._show_mean()
-        if not self._measurement.measures(plan.step, begins_round=self.num_steps == 0):
+        if not measures:
             return sums
         # norms as real ranks measure them, of a gradient that none of them has: sketches add up
         sketch = NormSketch(plan.step, 1.0)
         sketch.add(torch.mv(means.t(), means.new_tensor(plan.counts.values) / plan.counts.total), 0)
         self._sketch_bytes = sketch.cells.nbytes
-        local = torch.linalg.vector_norm(means, dim=1).double().numpy() ** 2
         return sums._replace(norms=WorkerNorms(local, sketch.reduced()))
 
     def update(
@@ -100,7 +102,7 @@ class VirtualRounds:
         self.num_steps = 0
         self._num_samples = np.zeros_like(self._num_samples)
         if self._sketch_bytes:
-            traffic += all_reduced(self._sketch_bytes, len(weights))
+            traffic += all_reduced(self._sketch_bytes, self._exchange.num_members)
             self._sketch_bytes = 0
         if following.every == 1 or ends_epoch:
             traffic += self._average_optimizers(parameters, optimizer, weights)

@@ -141,6 +141,13 @@ class Job(Message, frozen=True, kw_only=True, array_like=True):
     """Choices that runs of the family may explore."""
     summary: Summary | None = None
     """Its gain, at its end."""
+    num_replicas: Count = 0
+    """Groups of ranks that exchange gradients, where each sums them within first, as a node does; 0: all ranks do."""
+
+    @property
+    def num_exchanging(self) -> int:
+        """How many exchange gradients, and drift apart in local steps."""
+        return self.num_replicas or self.world_size
 
     @property
     def initial_allocation(self) -> Allocation:

@@ -187,7 +187,7 @@ def _period(job: Job, averaging_s: float | None, compute_s: float, max_every: in
     """h; of long periods only one with equally many averagings in each window, so that windows can be compared."""
     if averaging_s is None:
         return min(FIRST_PERIOD, max_every)
-    loss = min(LOSS_OF_EIGHT * (job.world_size / 8) ** LOSS_POWER, 0.99)
+    loss = min(LOSS_OF_EIGHT * (job.num_exchanging / 8) ** LOSS_POWER, 0.99)
     wanted = math.sqrt(averaging_s / compute_s * (1.0 / loss - 1.0))
     periods = [every for every in range(2, max_every + 1) if every <= MOST_FREE or job.window_steps % every == 0]
     return min(periods, key=lambda every: abs(math.log(every / wanted)))
@@ -234,7 +234,7 @@ def model_after(chosen: Exchange, model: StepTime, memory: ExchangeMemory, table
 
 def can_share(job: Job) -> bool:
     """Whether owners with shares can be of use, once the rates of all links are known."""
-    return job.supports_exchange and LEAST_RANKS <= job.world_size <= MOST_RANKS
+    return job.supports_exchange and LEAST_RANKS <= job.num_exchanging <= MOST_RANKS
 
 
 def link_rates(obs_WF: Array32) -> Array64 | None:

@@ -121,6 +121,7 @@ class Reporter:
             "initial_split": initial.split,
             "initial_exchange": initial.exchange,
             "summary": summary,
+            "num_replicas": len(self.identity.hosts),
         }
         return Job(**shared | own)
 

@@ -1,0 +1,214 @@
+"""The node level: ranks of a node sum among themselves first, and one exchange per node goes over the link.
+
+In a node of L ranks each one sums 1/L of a bucket over its node, exchanges that with its peers, the ranks that have the
+same place in the other nodes, and sends the sum to the ranks of its node. Codecs, routes and shares are those of the
+exchange between peers. In local rounds the ranks of a node sum every step, and drift apart from other nodes only.
+
+Nodes are those of the launcher (torchrun's GROUP_RANK) and of the host's name, as all ranks gathered them; all must
+have equally many ranks. Sums are made in rank order by one rank, so that all ranks have the same bits.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Generator, Sequence
+from datetime import timedelta
+from itertools import pairwise
+from typing import Literal, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from msgspec.structs import replace
+from torch import Size, Tensor
+
+from dynamix.schemas.messages.allocation import Exchange
+
+from .codec import BucketPart, BucketView, Collective, Leg, Sum, Trade, just, sum_in_rank_order
+
+_log = logging.getLogger("dynamix.trainer")
+
+Scope = Literal["node", "peers"]
+
+
+class Within(NamedTuple):
+    """A collective among some ranks: those of this rank's node, or its peers."""
+
+    scope: Scope
+    collective: Collective
+
+
+NodeLeg = Generator[Collective | Within, None, None]
+"""A leg of which some collectives, or all, are among some ranks."""
+
+
+class Nodes(NamedTuple):
+    """The nodes of a job, seen from one rank."""
+
+    rank: int
+    ranks: tuple[tuple[int, ...], ...]
+    """The ranks of each node, ascending."""
+
+    @classmethod
+    def among(cls, ranks: Sequence[tuple[int, ...]], rank: int) -> Self | None:
+        """The nodes with these ranks; `None` where the node level has no use: one node, or one rank in each."""
+        lengths = sorted({len(each) for each in ranks})
+        if len(ranks) < 2 or lengths == [1]:
+            return None
+        if len(lengths) > 1:
+            if rank == 0:
+                _log.warning(
+                    "the ranks of a node do not sum gradients among themselves first, since nodes have %d to %d "
+                    "ranks: start equally many on each",
+                    *(lengths[0], lengths[-1]),
+                )
+            return None
+        return cls(rank, tuple(ranks))
+
+    @property
+    def inside(self) -> tuple[int, ...]:
+        """The ranks of this rank's node."""
+        return next(each for each in self.ranks if self.rank in each)
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The ranks with this rank's place in every node."""
+        place = self.inside.index(self.rank)
+        return tuple(sorted(each[place] for each in self.ranks))
+
+    def groups(self, timeout: timedelta | None) -> dict[Scope, dist.ProcessGroup]:
+        """New groups of the node and of the peers; a collective call of all ranks."""
+        found: dict[Scope, dist.ProcessGroup] = {}
+        scopes: dict[Scope, Sequence[tuple[int, ...]]] = {
+            "node": self.ranks,
+            "peers": list(zip(*self.ranks, strict=True)),
+        }
+        for scope, lists in scopes.items():
+            for members in lists:
+                group = dist.new_group(list(members), backend="gloo", timeout=timeout)
+                if self.rank in members:
+                    found[scope] = group
+        return found
+
+    def between(self, exchange: Exchange) -> Exchange:
+        """An exchange of all ranks as it is among peers: a node has the shares of its ranks."""
+        if not exchange.shares:
+            return exchange
+        of_node = {rank: sum(exchange.shares[each] for each in ranks) for ranks in self.ranks for rank in ranks}
+        return replace(exchange, shares=tuple(of_node[peer] for peer in self.peers))
+
+
+LEAST_ROWS = 16
+"""Rows of a parameter per rank of the node from which on it is cut between rows, as the codec `rows` needs it."""
+
+
+class Cut(NamedTuple):
+    """How a bucket is cut for the ranks of a node: each has a piece of every parameter.
+
+    So a piece, and with it what a codec keeps of it, does not depend on the buckets that DDP makes.
+    """
+
+    whole: tuple[BucketPart, ...]
+    sizes: list[int]
+    """Of all pieces, as they lie in the bucket: those of a parameter behind each other."""
+    num_ranks: int
+    parts: tuple[BucketPart, ...]
+    """This rank's pieces, as they lie behind each other."""
+
+    @classmethod
+    def of(cls, bucket: BucketView, num_ranks: int, place: int) -> Self:
+        """Cut a bucket; `place` is this rank's in its node."""
+        sizes: list[int] = []
+        parts: list[BucketPart] = []
+        start = 0
+        for part in bucket.parts:
+            length, rows = part.stop - part.start, part.shape[0] if part.shape else 1
+            if len(part.shape) < 2 or rows < LEAST_ROWS * num_ranks:
+                rows = length
+            width = length // max(rows, 1)
+            cuts = [round(number * rows / num_ranks) for number in range(num_ranks + 1)]
+            sizes += [(stop - first) * width for first, stop in pairwise(cuts)]
+            first, stop = cuts[place : place + 2]
+            shape = Size([stop - first]) if rows == length else Size([stop - first, *part.shape[1:]])
+            end = start + (stop - first) * width
+            parts.append(BucketPart(f"{part.key}[{first * width}:{stop * width}]", start, end, shape))
+            start = end
+        return cls(bucket.parts, sizes, num_ranks, tuple(parts))
+
+    @property
+    def lengths(self) -> list[int]:
+        """Numbers of each rank of the node."""
+        return [sum(self.sizes[place :: self.num_ranks]) for place in range(self.num_ranks)]
+
+    def by_rank(self, flat: Tensor) -> Tensor:
+        """A copy of a bucket in which the pieces of a rank lie behind each other."""
+        pieces = torch.split(flat, self.sizes)
+        return torch.cat([piece for place in range(self.num_ranks) for piece in pieces[place :: self.num_ranks]])
+
+    def put_back(self, by_rank: Tensor, flat: Tensor) -> None:
+        """Write such a copy into a bucket."""
+        sizes = [size for place in range(self.num_ranks) for size in self.sizes[place :: self.num_ranks]]
+        pieces, num_parts = torch.split(by_rank, sizes), len(self.whole)
+        torch.cat([piece for part in range(num_parts) for piece in pieces[part::num_parts]], out=flat)
+
+
+def sum_by_node(bucket: BucketView, cut: Cut | None, nodes: Nodes, reduce: Callable[[BucketView], Leg]) -> NodeLeg:
+    """Sum a bucket over all ranks; `reduce` is the exchange between peers. Without a cut, in ranges of the bucket."""
+    num_ranks, sent, parts = len(nodes.inside), bucket.flat, tuple[BucketPart, ...]()
+    lengths = [len(each) for each in torch.tensor_split(sent, num_ranks)]
+    if cut is not None:
+        lengths, sent, parts = cut.lengths, cut.by_rank(sent), cut.parts
+    mine = [lengths[nodes.inside.index(nodes.rank)]] * num_ranks
+    addends = sent.new_empty(sum(mine))
+    yield Within("node", Trade(addends, sent, mine, lengths))
+    flat = sum_in_rank_order(list(torch.split(addends, mine)))
+    for collective in reduce(BucketView(bucket.number, flat, parts)):
+        yield Within("peers", collective)
+    yield Within("node", Trade(sent, flat.repeat(num_ranks), lengths, mine))
+    if cut is not None:
+        cut.put_back(sent, bucket.flat)
+
+
+LEAST_NUMBERS = 4096
+"""Fewer numbers are summed over all ranks at once, which takes fewer messages."""
+
+
+def sum_plainly(numbers: Tensor, nodes: Nodes | None, *, inside: bool = False) -> NodeLeg:
+    """Sum numbers over all ranks, or those of the node, without a codec."""
+    if inside:
+        yield Within("node", Sum(numbers))
+    elif nodes is None or numbers.numel() < LEAST_NUMBERS or not numbers.is_contiguous():
+        yield Sum(numbers)
+    else:
+        bucket = BucketView(0, numbers.view(-1), ())
+        yield from sum_by_node(bucket, None, nodes, lambda part: just(Sum(part.flat)))
+
+
+FIRST_NUMBERS, MOST_NUMBERS = 1 << 12, 1 << 18
+ENOUGH_S = 0.05
+"""Measured sums become larger by 4, until they take so long or have `MOST_NUMBERS`."""
+WORTHWHILE = 0.95
+"""Share of the time without nodes that the sum by nodes must not exceed."""
+
+
+def measured_s(
+    flat: Callable[[int], None], by_node: Callable[[int], None], agree: Callable[[Tensor], None], num_numbers: int
+) -> list[float]:
+    """Seconds of a sum of so many numbers, or fewer, without and with nodes, the same on all ranks; a collective.
+
+    `agree` makes every number the largest of all ranks. First sums connect and do not count; the last size is measured
+    twice.
+    """
+    size, num_last, best_s = min(FIRST_NUMBERS, num_numbers), 0, [float("inf")] * 2
+    while num_last < 2:
+        times_s = torch.zeros(2, dtype=torch.float64)
+        for place, once in enumerate((flat, by_node)):
+            agree(torch.zeros(1))  # all begin together
+            began = time.perf_counter()
+            once(size)
+            times_s[place] = time.perf_counter() - began
+        agree(times_s)
+        if num_last or float(times_s.max()) > ENOUGH_S or size == min(num_numbers, MOST_NUMBERS):
+            num_last += 1
+            best_s = list(map(min, best_s, times_s.tolist()))
+        else:
+            size = min(4 * size, num_numbers, MOST_NUMBERS)
+    return best_s
