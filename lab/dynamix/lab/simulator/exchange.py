@@ -379,7 +379,7 @@ class VirtualExchange:
 
     def _together(self, rows: Tensor) -> Tensor:
         """The sums of the rows of each node."""
-        return rows if self._num_together == 1 else rows.unflatten(0, (-1, self._num_together)).sum(1)
+        return rows if self._num_together == 1 else rows.reshape(self.num_members, -1, rows.shape[1]).sum(1)
 
     def _sum_bucket(
         self, codec: str, views: Sequence[BucketView], members: Sequence[Member], *, flushes: bool = False

@@ -28,7 +28,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     gradient_servers: str = ""
     """Addresses of gradient servers, HOST:PORT with commas between them: they sum the job's gradients."""
     nodes: Literal["auto", "on", "off"] = "auto"
-    """Whether the ranks of a node sum gradients first: `auto` where that is measured to be faster."""
+    """Ranks of a node sum gradients first; `auto`: where measured faster."""
     summary: bool = True
     """Whether rank 0 writes at the end, to stderr, what the job gained."""
     close_timeout_s: Annotated[float, Meta(ge=0)] = 2.0
