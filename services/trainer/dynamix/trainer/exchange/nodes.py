@@ -46,6 +46,10 @@ class Nodes(NamedTuple):
     rank: int
     ranks: tuple[tuple[int, ...], ...]
     """The ranks of each node, ascending."""
+    inside: tuple[int, ...]
+    """Those of this rank's node."""
+    peers: tuple[int, ...]
+    """Those with this rank's place in every node, ascending."""
 
     @classmethod
     def among(cls, ranks: Sequence[tuple[int, ...]], rank: int) -> Self | None:
@@ -61,18 +65,8 @@ class Nodes(NamedTuple):
                     *(lengths[0], lengths[-1]),
                 )
             return None
-        return cls(rank, tuple(ranks))
-
-    @property
-    def inside(self) -> tuple[int, ...]:
-        """The ranks of this rank's node."""
-        return next(each for each in self.ranks if self.rank in each)
-
-    @property
-    def peers(self) -> tuple[int, ...]:
-        """The ranks with this rank's place in every node."""
-        place = self.inside.index(self.rank)
-        return tuple(sorted(each[place] for each in self.ranks))
+        inside = next(each for each in ranks if rank in each)
+        return cls(rank, tuple(ranks), inside, tuple(sorted(each[inside.index(rank)] for each in ranks)))
 
     def groups(self, timeout: timedelta | None) -> dict[Scope, dist.ProcessGroup]:
         """New groups of the node and of the peers; a collective call of all ranks."""
@@ -182,33 +176,27 @@ def sum_plainly(numbers: Tensor, nodes: Nodes | None, *, inside: bool = False) -
         yield from sum_by_node(bucket, None, nodes, lambda part: just(Sum(part.flat)))
 
 
-FIRST_NUMBERS, MOST_NUMBERS = 1 << 12, 1 << 18
+MEASURED = tuple(1 << exponent for exponent in (12, 14, 16, 18, 18))
+"""Numbers of measured sums: one larger after the other, until one takes `ENOUGH_S`. The first one connects, too."""
 ENOUGH_S = 0.05
-"""Measured sums become larger by 4, until they take so long or have `MOST_NUMBERS`."""
 WORTHWHILE = 0.95
 """Share of the time without nodes that the sum by nodes must not exceed."""
 
 
-def measured_s(
-    flat: Callable[[int], None], by_node: Callable[[int], None], agree: Callable[[Tensor], None], num_numbers: int
-) -> list[float]:
-    """Seconds of a sum of so many numbers, or fewer, without and with nodes, the same on all ranks; a collective.
+def measured_s(sums: Sequence[Callable[[int], None]], agree: Callable[[Tensor], None], num_numbers: int) -> list[float]:
+    """Seconds of sums of so many numbers or fewer, the same on all ranks; a collective.
 
-    `agree` makes every number the largest of all ranks. First sums connect and do not count; the last size is measured
-    twice.
+    `agree` makes every number the largest of all ranks.
     """
-    size, num_last, best_s = min(FIRST_NUMBERS, num_numbers), 0, [float("inf")] * 2
-    while num_last < 2:
-        times_s = torch.zeros(2, dtype=torch.float64)
-        for place, once in enumerate((flat, by_node)):
+    times_s = torch.zeros(len(sums), dtype=torch.float64)
+    for size in MEASURED:
+        for place, once in enumerate(sums):
             agree(torch.zeros(1))  # all begin together
             began = time.perf_counter()
-            once(size)
+            once(min(size, num_numbers))
             times_s[place] = time.perf_counter() - began
         agree(times_s)
-        if num_last or float(times_s.max()) > ENOUGH_S or size == min(num_numbers, MOST_NUMBERS):
-            num_last += 1
-            best_s = list(map(min, best_s, times_s.tolist()))
-        else:
-            size = min(4 * size, num_numbers, MOST_NUMBERS)
-    return best_s
+        if float(times_s.min()) > ENOUGH_S:
+            break
+    found: list[float] = times_s.tolist()
+    return found

@@ -45,7 +45,7 @@ from .codec import (
 )
 from .narrow import Cast, Int8, NarrowExchange
 from .nodes import (
-    MOST_NUMBERS,
+    MEASURED,
     WORTHWHILE,
     Cut,
     NodeLeg,
@@ -157,7 +157,7 @@ class ExchangePlan:
             return
         trained = [each for each in model.parameters() if each.requires_grad]
         most = sum(each.numel() for each in trained)
-        numbers = torch.zeros(min(most, MOST_NUMBERS), device=trained[0].device)
+        numbers = torch.zeros(min(most, max(MEASURED)), device=trained[0].device)
         exchange = self.of_model(model)
         exchange.begin(StepExchange(EXACT, flushes=False))
 
@@ -170,7 +170,7 @@ class ExchangePlan:
             exchange.send(BucketView(0, numbers[:length], ())).wait()
 
         pipeline = self.pipeline()
-        flat_s, by_node_s = measured_s(flat, by_node, lambda each: pipeline.send(just(Largest(each))).wait(), most)
+        flat_s, by_node_s = measured_s((flat, by_node), lambda each: pipeline.send(just(Largest(each))).wait(), most)
         if by_node_s > WORTHWHILE * flat_s:
             self.nodes = None
         pipeline.close()
@@ -218,7 +218,7 @@ class ModelExchange:
 
     def __init__(self, plan: ExchangePlan, keys: Mapping[Tensor, str]) -> None:
         self.keys = keys
-        self._plan = plan
+        self.plan = plan
         self._codecs: dict[str, ExchangeCodec] = {}
         self._step: StepExchange | None = None
         self._member: Member
@@ -227,17 +227,12 @@ class ModelExchange:
     def begin(self, step: StepExchange) -> None:
         """Begin a step: the buckets that follow are sent by its exchange."""
         if self._step is None or step.exchange != self._step.exchange:
-            plan, nodes = self._plan, self.nodes
+            plan, nodes = self.plan, self.plan.nodes
             if nodes is None:
                 self._member = member_of(step.exchange, plan.rank, plan.world_size, plan.num_servers)
             else:
                 self._member = member_of(nodes.between(step.exchange), nodes.peers.index(plan.rank), len(nodes.ranks))
         self._step = step
-
-    @property
-    def nodes(self) -> Nodes | None:
-        """Where ranks of a node sum among themselves first."""
-        return self._plan.nodes
 
     def send(self, bucket: BucketView) -> "Sent":
         """Begin to sum a bucket over ranks, in place; all ranks send the same buckets in the same order."""
@@ -253,18 +248,18 @@ class ModelExchange:
             return codec.reduce(chunk, member)
 
         def summed(chunk: BucketView) -> NodeLeg:
-            if self.nodes is None:
+            if self.plan.nodes is None:
                 return reduced(chunk)
-            return sum_by_node(chunk, self._cut_of(codec, chunk), self.nodes, reduced)
+            return sum_by_node(chunk, self._cut_of(codec, chunk), self.plan.nodes, reduced)
 
         legs = map(summed, chunks_of(codec, sent, member))
-        return self._plan.pipeline().send(*legs, back=None if host is None else (bucket.flat, host))
+        return self.plan.pipeline().send(*legs, back=None if host is None else (bucket.flat, host))
 
     def _cut_of(self, codec: ExchangeCodec, bucket: BucketView) -> Cut | None:
         """How the bucket is cut for the ranks of the node, where the codec sees parameters."""
         if isinstance(codec, PlainExchange):
             return None
-        cut, nodes = self._cuts.get(bucket.number), self.nodes
+        cut, nodes = self._cuts.get(bucket.number), self.plan.nodes
         assert nodes is not None, "asked with a node level"
         if cut is None or not (cut.whole is bucket.parts or cut.whole == bucket.parts):
             place = nodes.inside.index(nodes.rank)
@@ -278,8 +273,8 @@ class ModelExchange:
         """
         host = _host_copy(numbers)
         back = None if host is None else (numbers, host)
-        leg = sum_plainly(numbers if host is None else host, self.nodes, inside=inside)
-        return self._plan.pipeline().send(leg, back=back)
+        leg = sum_plainly(numbers if host is None else host, self.plan.nodes, inside=inside)
+        return self.plan.pipeline().send(leg, back=back)
 
     def coded(self) -> CodedSquares:
         """Squared norms of what lossy codecs have sent and should have sent."""
@@ -355,11 +350,6 @@ class _Lane:
     tasks: "SimpleQueue[_Task | None]" = field(default_factory=SimpleQueue)
     thread: threading.Thread = field(init=False)
 
-    @property
-    def groups(self) -> list[dist.ProcessGroup]:
-        """All groups but that of the servers, which the lane leaves on its own."""
-        return [self.group, *self.some.values()]
-
 
 class Pipeline:
     """Two threads with a process group each; all ranks make it at the same point and send the same buckets."""
@@ -408,7 +398,7 @@ class Pipeline:
             if lane.thread.is_alive():
                 keep_for_ever(lane)
             else:
-                for group in lane.groups:
+                for group in (lane.group, *lane.some.values()):
                     with contextlib.suppress(ValueError):  # the script has destroyed it, with all others
                         dist.destroy_process_group(group)
 
@@ -426,7 +416,8 @@ class Pipeline:
                         failed = self._error
                     if is_first:
                         served = [each.served.group for each in self._lanes if each.served is not None]
-                        for group in [group for each in self._lanes for group in each.groups] + served:
+                        some = [group for each in self._lanes for group in (each.group, *each.some.values())]
+                        for group in some + served:
                             break_group(group)
             if failed is not None:
                 leg.close()

@@ -343,7 +343,7 @@ class GradientHook:
         is_local = exchange is not None and exchange.exchange.every > 1
         if exchange is not None:
             self.model_exchange.begin(exchange)
-        weights, counts, nodes = self.weights, batch.plan.counts, self.model_exchange.nodes
+        weights, counts, nodes = self.weights, batch.plan.counts, self.model_exchange.plan.nodes
         together = weights.mine if nodes is None else sum(counts.values[rank] for rank in nodes.inside)
         self._step = step = self._session_step
         weight = (weights.newest if self.reduction == "mean" else min(weights.mine, 1)) * batch.loss_divisor
@@ -406,7 +406,8 @@ class GradientHook:
         if step.is_local:
             if self.sketch is not None:
                 self.sketch.add(known.buffer, bucket.index())
-            return self.model_exchange.send_plainly(known.buffer, inside=True) if self.model_exchange.nodes else None
+            by_node = self.model_exchange.plan.nodes is not None
+            return self.model_exchange.send_plainly(known.buffer, inside=True) if by_node else None
         if self.base_hook is not None:
             return launched(self.base_hook, None, bucket)
         under_way: dist.Work | Sent
