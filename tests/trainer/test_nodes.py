@@ -14,7 +14,6 @@ from tests.trainer.test_exchange import changing_levers, kind_of_step
 from tests.trainer.test_weighting import compare_with_one_batch
 
 from dynamix.schemas.messages.allocation import EXACT, LOSSY_CODECS, Exchange
-from dynamix.trainer.exchange.codec import BucketView
 from dynamix.trainer.exchange.nodes import Cut, Nodes
 
 ON = {"DYNAMIX_TRAINER_NODES": "on"}
@@ -44,7 +43,7 @@ def test_a_rank_keeps_its_piece_of_a_parameter_when_buckets_are_made_again() -> 
     shapes: dict[str, tuple[int, ...]] = {"table": (160, 3), "weight": (4, 5), "bias": (7,), "scale": ()}
     flat = torch.arange(508.0)
     for num_ranks in (2, 3, 8):
-        cuts = [Cut.of(BucketView(0, flat, make_parts(shapes)), num_ranks, place) for place in range(num_ranks)]
+        cuts = [Cut.of(make_parts(shapes), num_ranks, place) for place in range(num_ranks)]
         pieces = torch.split(cuts[0].by_rank(flat), cuts[0].lengths)
         again = torch.zeros_like(flat)
         cuts[0].put_back(torch.cat(pieces), again)
@@ -53,7 +52,7 @@ def test_a_rank_keeps_its_piece_of_a_parameter_when_buckets_are_made_again() -> 
             assert [cut.parts[-1].stop, cut.parts[0].shape[1]] == [len(piece), 3], "the table is cut between rows"
         backwards = make_parts(dict(reversed(shapes.items())))
         for place, cut in enumerate(cuts):
-            other = Cut.of(BucketView(0, flat, backwards), num_ranks, place)
+            other = Cut.of(backwards, num_ranks, place)
             assert {(part.key, part.shape) for part in other.parts} == {(part.key, part.shape) for part in cut.parts}
 
 

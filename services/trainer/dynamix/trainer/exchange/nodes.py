@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
+from functools import lru_cache
 from itertools import pairwise
 from typing import Literal, NamedTuple, Self
 
@@ -100,7 +101,6 @@ class Cut(NamedTuple):
     So a piece, and with it what a codec keeps of it, does not depend on the buckets that DDP makes.
     """
 
-    whole: tuple[BucketPart, ...]
     sizes: list[int]
     """Of all pieces, as they lie in the bucket: those of a parameter behind each other."""
     num_ranks: int
@@ -108,12 +108,13 @@ class Cut(NamedTuple):
     """This rank's pieces, as they lie behind each other."""
 
     @classmethod
-    def of(cls, bucket: BucketView, num_ranks: int, place: int) -> Self:
-        """Cut a bucket; `place` is this rank's in its node."""
+    @lru_cache(maxsize=1024)
+    def of(cls, whole: tuple[BucketPart, ...], num_ranks: int, place: int) -> Self:
+        """The cut of a bucket with these parts; `place` is this rank's in its node."""
         sizes: list[int] = []
         parts: list[BucketPart] = []
         start = 0
-        for part in bucket.parts:
+        for part in whole:
             length, rows = part.stop - part.start, part.shape[0] if part.shape else 1
             if len(part.shape) < 2 or rows < LEAST_ROWS * num_ranks:
                 rows = length
@@ -125,7 +126,7 @@ class Cut(NamedTuple):
             end = start + (stop - first) * width
             parts.append(BucketPart(f"{part.key}[{first * width}:{stop * width}]", start, end, shape))
             start = end
-        return cls(bucket.parts, sizes, num_ranks, tuple(parts))
+        return cls(sizes, num_ranks, tuple(parts))
 
     @property
     def lengths(self) -> list[int]:
@@ -140,24 +141,25 @@ class Cut(NamedTuple):
     def put_back(self, by_rank: Tensor, flat: Tensor) -> None:
         """Write such a copy into a bucket."""
         sizes = [size for place in range(self.num_ranks) for size in self.sizes[place :: self.num_ranks]]
-        pieces, num_parts = torch.split(by_rank, sizes), len(self.whole)
+        pieces, num_parts = torch.split(by_rank, sizes), len(self.parts)
         torch.cat([piece for part in range(num_parts) for piece in pieces[part::num_parts]], out=flat)
 
 
-def sum_by_node(bucket: BucketView, cut: Cut | None, nodes: Nodes, reduce: Callable[[BucketView], Leg]) -> NodeLeg:
-    """Sum a bucket over all ranks; `reduce` is the exchange between peers. Without a cut, in ranges of the bucket."""
-    num_ranks, sent, parts = len(nodes.inside), bucket.flat, tuple[BucketPart, ...]()
-    lengths = [len(each) for each in torch.tensor_split(sent, num_ranks)]
-    if cut is not None:
+def sum_by_node(bucket: BucketView, nodes: Nodes, reduce: Callable[[BucketView], Leg], *, cuts: bool) -> NodeLeg:
+    """Sum a bucket over all ranks; `reduce` is the exchange between peers, and `cuts` where it sees parameters."""
+    num_ranks, place, sent = len(nodes.inside), nodes.inside.index(nodes.rank), bucket.flat
+    lengths, parts = [len(each) for each in torch.tensor_split(sent, num_ranks)], tuple[BucketPart, ...]()
+    if cuts:
+        cut = Cut.of(bucket.parts, num_ranks, place)
         lengths, sent, parts = cut.lengths, cut.by_rank(sent), cut.parts
-    mine = [lengths[nodes.inside.index(nodes.rank)]] * num_ranks
+    mine = [lengths[place]] * num_ranks
     addends = sent.new_empty(sum(mine))
     yield Within("node", Trade(addends, sent, mine, lengths))
     flat = sum_in_rank_order(list(torch.split(addends, mine)))
     for collective in reduce(BucketView(bucket.number, flat, parts)):
         yield Within("peers", collective)
     yield Within("node", Trade(sent, flat.repeat(num_ranks), lengths, mine))
-    if cut is not None:
+    if cuts:
         cut.put_back(sent, bucket.flat)
 
 
@@ -173,7 +175,7 @@ def sum_plainly(numbers: Tensor, nodes: Nodes | None, *, inside: bool = False) -
         yield Sum(numbers)
     else:
         bucket = BucketView(0, numbers.view(-1), ())
-        yield from sum_by_node(bucket, None, nodes, lambda part: just(Sum(part.flat)))
+        yield from sum_by_node(bucket, nodes, lambda part: just(Sum(part.flat)), cuts=False)
 
 
 MEASURED = tuple(1 << exponent for exponent in (12, 14, 16, 18, 18))

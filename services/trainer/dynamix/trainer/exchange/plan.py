@@ -47,7 +47,6 @@ from .narrow import Cast, Int8, NarrowExchange
 from .nodes import (
     MEASURED,
     WORTHWHILE,
-    Cut,
     NodeLeg,
     Nodes,
     Scope,
@@ -222,7 +221,6 @@ class ModelExchange:
         self._codecs: dict[str, ExchangeCodec] = {}
         self._step: StepExchange | None = None
         self._member: Member
-        self._cuts: dict[int, Cut] = {}
 
     def begin(self, step: StepExchange) -> None:
         """Begin a step: the buckets that follow are sent by its exchange."""
@@ -250,21 +248,10 @@ class ModelExchange:
         def summed(chunk: BucketView) -> NodeLeg:
             if self.plan.nodes is None:
                 return reduced(chunk)
-            return sum_by_node(chunk, self._cut_of(codec, chunk), self.plan.nodes, reduced)
+            return sum_by_node(chunk, self.plan.nodes, reduced, cuts=not isinstance(codec, PlainExchange))
 
         legs = map(summed, chunks_of(codec, sent, member))
         return self.plan.pipeline().send(*legs, back=None if host is None else (bucket.flat, host))
-
-    def _cut_of(self, codec: ExchangeCodec, bucket: BucketView) -> Cut | None:
-        """How the bucket is cut for the ranks of the node, where the codec sees parameters."""
-        if isinstance(codec, PlainExchange):
-            return None
-        cut, nodes = self._cuts.get(bucket.number), self.plan.nodes
-        assert nodes is not None, "asked with a node level"
-        if cut is None or not (cut.whole is bucket.parts or cut.whole == bucket.parts):
-            place = nodes.inside.index(nodes.rank)
-            cut = self._cuts[bucket.number] = Cut.of(bucket, len(nodes.inside), place)
-        return cut
 
     def send_plainly(self, numbers: Tensor, *, inside: bool = False) -> "Sent":
         """Begin to add up numbers, in place and without a codec, behind the buckets sent so far.
