@@ -50,7 +50,7 @@ from bench.harness import (
     parser,
     run,
 )
-from bench.hosts import Host, Hosts, HostsError, Link, Namespace, end_of
+from bench.hosts import Hosts, HostsError, Link, Namespace, end_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -90,6 +90,8 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True):
     """Changes of these fields; the best is searched for under the first seed."""
     size_from: str = ""
     """An arm above it whose best size this one begins with."""
+    by_node: bool = False
+    """Whether the ranks of a host sum gradients first."""
 
 
 def _steered(policy: str, **options: Any) -> dict[str, Any]:
@@ -118,6 +120,8 @@ ARMS: dict[str, Arm] = {
         options=_steered("static", **_FIXED, exchange="local", policy_options=_LOCAL), size_from="static"
     ),
     "rule-local": Arm(options=_steered("rule", exchange="local")),
+    "split-nodes": Arm(options=_steered("split", **_FIXED), by_node=True),
+    "rule-nodes-local": Arm(options=_steered("rule", exchange="local"), by_node=True),
 }
 """`-local`: gradients may be rounded, and parameters be averaged every few steps."""
 
@@ -136,6 +140,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     later_after_s: float = 0.0
     """Training time after which `later_cpus` holds."""
     later_cpus: dict[int, float] = {}
+    ranks_per_host: int = 1
     time_limit_s: float = 80.0
     """Training time after which a run has missed the target."""
 
@@ -153,6 +158,14 @@ CASES = {
         Case(name="slow-links", title="all links at 40 Mbit/s", slow_links=dict.fromkeys(range(4), "40mbit")),
         Case(name="slow-down", title="rank 1 falls to a third after 5 s", later_after_s=5.0, later_cpus={1: 0.13}),
         Case(name="equal", title="all equal (harm check)"),
+        Case(
+            name="two-nodes",
+            title="two hosts of two ranks, 30 Mbit/s",
+            cores=0.8,
+            slow_links={0: "30mbit", 1: "30mbit"},
+            ranks_per_host=2,
+            time_limit_s=200.0,
+        ),
     )
 }
 LIMITS: Mapping[str, Mapping[tuple[str, str], float]] = {
@@ -161,6 +174,7 @@ LIMITS: Mapping[str, Mapping[tuple[str, str], float]] = {
     "slow-links": {("rule", "static"): 1.0, ("rule-local", "rule"): 0.6},
     "slow-down": {("rule", "static"): 0.65},
     "equal": {("rule", "static"): 1.03, ("split", "static"): 1.03, ("rule-local", "rule"): 1.03},
+    "two-nodes": {("split-nodes", "plain"): 0.6, ("rule-nodes-local", "plain"): 0.35},
 }
 """Targets: at most this ratio of one arm's time to another's."""
 
@@ -555,7 +569,7 @@ class Runner:
         """
         self._num_runs += 1
         job, points, links = f"cluster-{wanted.seed}-{secrets.token_hex(4)}", list[Point](), dict[int, Connection]()
-        places = [self._place(wanted, job, host) for host in self._hosts]
+        places = [self._place(wanted, job, rank) for rank in range(len(self._hosts))]
         assert self._spawner.stdin is not None
         self._spawner.stdin.write(msgspec.json.encode(places) + b"\n")
         self._spawner.stdin.flush()
@@ -609,9 +623,10 @@ class Runner:
             if stop:
                 return
 
-    def _place(self, wanted: Run, job: str, host: Host) -> Place:
+    def _place(self, wanted: Run, job: str, rank: int) -> Place:
+        host = self._hosts[rank // wanted.case.ranks_per_host]
         environ = {
-            "RANK": str(host.index),
+            "RANK": str(rank),
             "WORLD_SIZE": str(len(self._hosts)),
             "MASTER_ADDR": self._hosts[0].address,
             "MASTER_PORT": str(29500 + self._num_runs % 1000),  # free: the network belongs to these hosts alone
@@ -619,15 +634,16 @@ class Runner:
         }
         if wanted.arm.options is not None:
             environ |= {**self._environ, "DYNAMIX_JOB": job, "DYNAMIX_NODE": f"host-{host.index}"}
+            environ["DYNAMIX_TRAINER_NODES"] = "auto" if wanted.arm.by_node else "off"
         return Place(
-            rank=host.index,
+            rank=rank,
             world_size=len(self._hosts),
             wanted=wanted,
             namespace=host.namespace.name,
             cgroup_procs=list(map(str, host.cgroup_procs)),
             environ=environ,
             socket=self._socket,
-            log=str(self._log(job, host.index)),
+            log=str(self._log(job, rank)),
         )
 
     def _accepted(self, job: str, pids: Sequence[int]) -> Connection:
@@ -658,7 +674,7 @@ class Runner:
         The first windows and the last ones have no decision in effect, and late ones are normal on a busy machine.
         """
         num_reports, num_applied = self._counted(job)
-        num_windows = num_reports // len(self._hosts)
+        num_windows = num_reports // (len(self._hosts) // wanted.case.ranks_per_host)
         if not num_windows or 2 * num_applied < num_windows - NOT_DECIDED:
             raise BenchmarkError(
                 f"{wanted.case.name}, {wanted.name}: {num_applied} decisions applied in {num_windows} windows: the "

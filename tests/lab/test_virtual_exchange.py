@@ -258,3 +258,32 @@ def test_drift_is_how_far_ranks_came_apart_over_how_far_their_mean_moved() -> No
     assert drift.spread == pytest.approx(float((moves[0] - mean).square().sum(1).mean()), rel=1e-4)
     assert 0.1 < drift.ratio < 3.0  # 3 where ranks move without any common direction
     assert virtual.cluster(local_steps()).run_window()[0].totals.drift is None
+
+
+def test_a_node_exchanges_once_and_drifts_as_one() -> None:
+    network = Network(gradient_bytes=1_000_000, num_buckets=1, latency_s=0.0, overlap=0.0, bandwidth_mbit_s=80.0)
+    flat, by_node = (
+        local_steps(window_steps=4, ranks_per_node=2, network=msgspec.structs.replace(network, by_node=wanted))
+        for wanted in (False, True)
+    )
+    plain, exact = virtual.cluster(flat), virtual.cluster(by_node)
+    coded = start_with(Exchange(codec="rows"), by_node)
+    plain.run_window()
+    rows = [row for report in exact.run_window() for row in report.rows]
+    assert [row.sockets and row.sockets.tx_bytes for row in rows] == [4 * 500_000] * 4, "a link carries 2 (M - 1) / M"
+    assert [row.link_peer for row in rows] == [2, 3, 0, 1]
+    assert [row.link_bytes_per_s for row in rows] == pytest.approx([5e6] * 4)
+    assert exact.job.num_exchanging == 2
+    coded.run_window()
+    for run in (exact, coded):
+        assert torch.allclose(parameters(run), parameters(plain), rtol=0, atol=1e-6)
+        assert plain.time_s - run.time_s == pytest.approx(4 * (0.15 - 0.1), rel=0.01)  # 1.5 and 1 MB at 10 MB/s
+    run = started(8, by_node)
+    run.run_window()
+    begun = run.rounds._ranks
+    assert begun is not None
+    first, same, other, _ = begun[0].detach()
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+    with pytest.raises(ValueError, match="ranks_per_node that divides 4"):
+        virtual.scenario(network=Network(by_node=True))

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 from tests.support.ranks import each_case, run_ranks
 from tests.support.training import flat_parameters, offer
 from tests.support.whole_numbers import (
@@ -92,9 +93,9 @@ def test_decisions_choose_among_the_codecs_of_other_packages_that_the_job_names(
 # --- every kind of step --------------------------------------------------------------------------------------------
 
 
-def _changing(_rank: int, num_steps: int) -> list[tuple[bool, bytes]]:
+def changing_levers(_rank: int, num_steps: int) -> list[tuple[bool, bytes]]:
     """Whether the ranks are averaged after each step, and a digest of parameters and buffers; all levers change."""
-    drawn = random.Random(11)
+    drawn, num_ranks = random.Random(11), dist.get_world_size()
     exchanges = [Exchange(codec=codec, route=route) for codec in CODECS for route in ("all-reduce", "shares")]
     found: list[tuple[bool, bytes]] = []
     model = distributed(Normalised())
@@ -106,11 +107,16 @@ def _changing(_rank: int, num_steps: int) -> list[tuple[bool, bytes]]:
                 sizes = [drawn.choice([2, 8, 20]) for _ in range(2)]
                 exchange = msgspec.structs.replace(drawn.choice(exchanges), every=drawn.choice([1, 1, 2, 3, 16]))
                 if exchange.route == "shares" and drawn.random() < 0.7:
-                    shares = (drawn.random(), drawn.choice([0.0, 1.0]), 0.5)
+                    shares = (drawn.random(), drawn.choice([0.0, 1.0]), *[0.5] * (num_ranks - 2))
                     exchange = msgspec.structs.replace(exchange, shares=shares)
                 if exchange.every > 1 and drawn.random() < 0.5:
                     exchange = msgspec.structs.replace(exchange, outer_rate=0.7, outer_momentum=0.5)
-                offer(session, [*sizes, 4], split=drawn.choice(["fixed", "tracking"]), exchange=exchange)
+                offer(
+                    session,
+                    [*sizes, *[4] * (num_ranks - 2)],
+                    split=drawn.choice(["fixed", "tracking"]),
+                    exchange=exchange,
+                )
                 is_local = session.allocation.exchange.every > 1
                 train_step(session, model, optimizer, batch, mean_loss)
                 state = [flat_parameters(model).numpy().tobytes()]
@@ -122,7 +128,7 @@ def _changing(_rank: int, num_steps: int) -> list[tuple[bool, bytes]]:
 
 
 def test_ranks_have_the_same_bits_wherever_they_are_averaged_while_levers_change() -> None:
-    first, *others = run_ranks(_changing, 3, 200)
+    first, *others = run_ranks(changing_levers, 3, 200)
     averaged = [is_averaged for is_averaged, _ in first]
     assert 40 < sum(averaged) < 160
     for other in others:
@@ -145,7 +151,7 @@ KINDS: dict[str, tuple[Callable[[int], list[nn.Module]], dict[str, Any]]] = {
 }
 
 
-def _kind_of_step(rank: int, kind: str, exchange: Exchange) -> tuple[torch.Tensor, int]:
+def kind_of_step(rank: int, kind: str, exchange: Exchange) -> tuple[torch.Tensor, int]:
     """Parameters after 12 steps of some kind, and how many codecs were used."""
     make_models, options = KINDS[kind]
     models = make_models(rank)
@@ -159,11 +165,11 @@ def _kind_of_step(rank: int, kind: str, exchange: Exchange) -> tuple[torch.Tenso
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_step_can_be_exchanged_and_without_loss_bit_for_bit(kind: str) -> None:
+def test_everykind_of_step_can_be_exchanged_and_without_loss_bit_for_bit(kind: str) -> None:
     """The gradients do not depend on parameters, so that the mean of a round of local steps is that of single ones."""
     codecs = [Exchange(codec=codec, route="shares" if codec == "none" else "all-reduce") for codec in CODECS]
     exchanges = [*codecs, Exchange(codec="rows", route="shares"), Exchange(every=3), Exchange(every=3, codec="rows")]
-    first, second = run_ranks(each_case, 2, _kind_of_step, [(kind, exchange) for exchange in (EXACT, *exchanges)])
+    first, second = run_ranks(each_case, 2, kind_of_step, [(kind, exchange) for exchange in (EXACT, *exchanges)])
     (plain, num_codecs), *coded = first
     assert plain.abs().max() > 0
     assert num_codecs == 0

@@ -46,7 +46,7 @@ def _gradient(model: nn.Module, data: Numbered, indices: list[int]) -> torch.Ten
     return gradient_of(alone)
 
 
-def _compare(rank: int, reduction: str, options: dict[str, Any]) -> dict[str, Any]:
+def compare_with_one_batch(rank: int, reduction: str, options: dict[str, Any]) -> dict[str, Any]:
     """Train one epoch under changing sizes; the largest relative errors over its steps, and the counts of each."""
     split = options.pop("split", "fixed")
     data = Numbered(NUM_SAMPLES)
@@ -123,7 +123,7 @@ def test_under_fsdp_the_scaled_loss_gives_the_gradient_of_one_big_batch() -> Non
 
 
 def test_the_weighted_gradient_equals_one_big_batch() -> None:
-    for rank, results in enumerate(run_ranks(each_case, 4, _compare, MODES)):
+    for rank, results in enumerate(run_ranks(each_case, 4, compare_with_one_batch, MODES)):
         for (reduction, options), result in zip(MODES, results, strict=True):
             assert result["error"] < 1e-12, (rank, reduction, options)
             assert result["norm_error"] < 1e-10, (rank, reduction, options)

@@ -168,14 +168,19 @@ class VirtualClock:
         self._overhead_s = np.array([worker.overhead_s for worker in workers])
         self._saturation = np.array([worker.saturation for worker in workers])
         self._s_per_sample = np.array([1 / worker.samples_per_s for worker in workers])
-        self._bandwidth = BYTES_PER_MBIT * np.array(
+        self._num_together = scenario.num_together
+        self._firsts = np.arange(0, len(workers), scenario.num_together)
+        bandwidth = BYTES_PER_MBIT * np.array(
             [worker.bandwidth_mbit_s or network.bandwidth_mbit_s for worker in workers]
         )
+        self._bandwidth = np.minimum.reduceat(bandwidth, self._firsts)
+        """Of each link: a worker's, or a node's."""
         self._coding = scenario.coding
         self._cores = np.array([worker.cores for worker in workers])
         self._throttled_s = max(max(0.0, 1 - worker.cores) * worker.quota_period_s for worker in workers)
         self.decision_s = scenario.decision.cost_s + scenario.decision.cost_per_doubling_s * math.log2(len(workers))
-        self.tx_bytes_per_step = sent_bytes(network.topology, len(workers), self.gradient_bytes)
+        self.tx_bytes_per_step = sent_bytes(network.topology, len(self._bandwidth), self.gradient_bytes)
+        self.tx_bytes_per_step /= scenario.num_together
         """Bytes that each worker sends, and receives, in one step."""
 
     def step(
@@ -204,11 +209,12 @@ class VirtualClock:
             ends_s, begun_s = computed_s + compute_s, float(computed_s.max())
         slowest_s = float(ends_s.max())
         communication_s = exposed_s = 0.0
-        if traffic is not None and len(compute_s) > 1:
+        if traffic is not None and len(self._bandwidth) > 1:
+            congestion = self._congestion(conditions)
             communication_s, exposed_s = exchange_times_s(
                 traffic,
-                self._bandwidth / conditions.congestion,
-                conditions.congestion * self._network.latency_s,
+                self._bandwidth / congestion,
+                congestion * self._network.latency_s,
                 self._coding,
                 slowdown=float((conditions.slowdown / self._cores).max()),
                 computed_s=0.0 if is_local else slowest_s,
@@ -233,12 +239,17 @@ class VirtualClock:
 
     def link_rates(self, conditions: Conditions) -> Array64:
         """Bytes per second at which each worker sends to the next one around the ring: over both of their links."""
-        bandwidth = self._bandwidth / conditions.congestion
-        return np.minimum(bandwidth, np.roll(bandwidth, -1))
+        bandwidth = self._bandwidth / self._congestion(conditions)
+        of_links = np.minimum(bandwidth, np.roll(bandwidth, -1))
+        return np.repeat(of_links / self._num_together, self._num_together)
+
+    def _congestion(self, conditions: Conditions) -> Array64:
+        """Of each link."""
+        return np.maximum.reduceat(conditions.congestion, self._firsts)
 
     def communication_s(self, conditions: Conditions) -> float:
         """C under the given congestion; 0 for a single worker, who reduces nothing."""
-        network, num_workers, congestion = self._network, len(self._bandwidth), conditions.congestion
+        network, num_workers, congestion = self._network, len(self._bandwidth), self._congestion(conditions)
         if num_workers < 2:
             return 0.0
         latencies_s = congestion * network.latency_s

@@ -119,6 +119,7 @@ class WindowRecorder:
         self._local_ranks = [local_rank for node in scenario.nodes for local_rank in range(len(node.ranks))]
         self._memory_sizes = np.array(scenario.max_local_batch_sizes, dtype=np.float64)
         self._tx_bytes_per_step = tx_bytes_per_step
+        self._num_together = scenario.num_together
         self._is_ring = scenario.network.topology == "ring"
         self._round_trip_us = 2e6 * scenario.network.latency_s
         self._retransmits_per_s = 0.0 if scenario.congestion is None else scenario.congestion.retransmits_per_s
@@ -127,6 +128,10 @@ class WindowRecorder:
         self._coded_before = CodedSquares()
         self.steps: list[Step] = []
         """Steps of the window so far."""
+
+    def _of_ranks(self, of_links: Array64) -> Array64:
+        """Equal parts of each link's bytes; one number is of all."""
+        return np.repeat(of_links / self._num_together, self._num_together) if len(of_links) > 1 else of_links
 
     def take_rows(
         self, held_out_accuracy: float | None, learning_rate: float, coded: CodedSquares
@@ -142,7 +147,7 @@ class WindowRecorder:
         for plan, sums, timing, conditions, traffic in steps:
             if traffic is None:
                 rings_s = rings_s + each_way / self._link_rates(conditions)
-            sent, received = (each_way, each_way) if traffic is None else total_bytes(traffic)
+            sent, received = (each_way, each_way) if traffic is None else map(self._of_ranks, total_bytes(traffic))
             self._tx_bytes, self._rx_bytes = self._tx_bytes + sent, self._rx_bytes + received
             retransmits = conditions.congested * (self._retransmits_per_s * timing.step_s)
             self._retransmits = self._retransmits + retransmits
@@ -196,7 +201,7 @@ class WindowRecorder:
                         update_time_s=update_s,
                         sockets=sockets,
                         link_bytes_per_s=link,
-                        link_peer=None if link is None else (rank + 1) % count,
+                        link_peer=None if link is None else (rank + self._num_together) % count,
                     ),
                     noise=noise[rank],
                     held_out_accuracy=held_out_accuracy,
@@ -264,6 +269,7 @@ class VirtualCluster:
             attempt=Attempt(launch="virtual", restarts=0, max_restarts=0),
             nodes=scenario.nodes,
             max_local_batch_sizes=scenario.max_local_batch_sizes,
+            hosts=tuple(node.ranks for node in scenario.nodes) if scenario.network.by_node else (),
         )
         self._data = training_part(scenario, data, seed)
         self._evaluated = Part(*(tensor[: scenario.evaluation_samples or None] for tensor in data.validation))
@@ -281,6 +287,7 @@ class VirtualCluster:
             scenario.world_size,
             num_buckets=scenario.network.num_buckets,
             gradient_bytes=self._clock.gradient_bytes,
+            num_together=scenario.num_together,
         )
         self._noise = NoiseAverage()
         self._optimizer = self._make_optimizer(self.gradients.parameters)

@@ -28,6 +28,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec.structs import replace
 from torch import Size, Tensor, nn
 
 from dynamix.schemas.messages.allocation import EXACT, LOSSY_CODECS, Exchange
@@ -319,11 +320,13 @@ MOVES_BUCKET_BYTES = 25 << 20
 class VirtualExchange:
     """Sums the gradients of virtual ranks as real ranks would, and counts what they would send."""
 
-    def __init__(self, model: nn.Module, world_size: int, *, num_buckets: int, gradient_bytes: int) -> None:
-        """`gradient_bytes` is the pretended size of a gradient."""
+    def __init__(
+        self, model: nn.Module, world_size: int, *, num_buckets: int, gradient_bytes: int, num_together: int = 1
+    ) -> None:
+        """`gradient_bytes` is the pretended size of a gradient; so many ranks of a node sum theirs first."""
         self._gradients = GradientLayout(model, num_buckets)
         self._moves = GradientLayout(model, math.ceil(gradient_bytes / MOVES_BUCKET_BYTES), forwards=True)
-        self.world_size = world_size
+        self.world_size, self.num_members, self._num_together = world_size, world_size // num_together, num_together
         self._gradient_bytes = gradient_bytes
         self._codecs: dict[str, list[ExchangeCodec]] = {}
         self._stacked: dict[tuple[bool, int], StackedInt8] = {}
@@ -345,9 +348,12 @@ class VirtualExchange:
         Costs what N ranks code: N (N - 1) messages per bucket by codecs that send to owners, but not by `int8`.
         """
         layout = self._moves if of_moves else self._gradients
-        exchange, sent = step.exchange, layout.as_sent(rows)
+        exchange, sent = step.exchange, layout.as_sent(self._together(rows))
+        if exchange.shares:
+            by_node = np.reshape(exchange.shares, (self.num_members, -1)).sum(1)
+            exchange = replace(exchange, shares=tuple(by_node.tolist()))
         flushes = exchange.codec in LOSSY_CODECS and not keeps_residuals(exchange, step.following)
-        members = [member_of(exchange, rank, self.world_size) for rank in range(self.world_size)]
+        members = [member_of(exchange, rank, self.num_members) for rank in range(self.num_members)]
         factor = self._gradient_bytes / (layout.num_elements * sent.element_size())
         coded_as = EXACT.codec if flushes else exchange.codec
         is_chunked = exchange.route == "shares" and exchange.codec == EXACT.codec  # same bits in one piece
@@ -370,11 +376,22 @@ class VirtualExchange:
             layout.as_model(sent[0], total)
         return tuple(buckets)
 
+    def average_nodes(self, means: Tensor, counts: Sequence[int]) -> None:
+        """Replace the mean gradient of each rank's samples by that of its node's, as in local steps."""
+        if self._num_together > 1:
+            weights = means.new_tensor(counts)[:, None]
+            of_nodes = self._together(means * weights) / self._together(weights).clamp_(min=1)
+            means.copy_(of_nodes.repeat_interleave(self._num_together, 0))
+
+    def _together(self, rows: Tensor) -> Tensor:
+        """The sums of the rows of each node."""
+        return rows if self._num_together == 1 else rows.reshape(self.num_members, -1, rows.shape[1]).sum(1)
+
     def _sum_bucket(
         self, codec: str, views: Sequence[BucketView], members: Sequence[Member], *, flushes: bool = False
     ) -> tuple[CollectiveTraffic, ...]:
         if codec not in self._codecs:
-            self._codecs[codec] = [exchange_codec(codec) for _ in range(self.world_size)]
+            self._codecs[codec] = [exchange_codec(codec) for _ in range(self.num_members)]
         return run_counted(
             [
                 own.residuals.flush(view, member)
@@ -393,7 +410,7 @@ class VirtualExchange:
         *,
         flushes: bool,
     ) -> tuple[CollectiveTraffic, ...]:
-        if self.world_size == 1:
+        if self.num_members == 1:
             return ()
         if flushes:
             stacked.take_residuals(rows)

@@ -49,7 +49,7 @@ class VirtualRounds:
         self._start = gradients.parameters.detach().clone()
         """The parameters with which the round began."""
         self._shares = self._start.new_ones(exchange.world_size, 1)
-        """Of the newest step's samples, those of each rank."""
+        """Of the newest step's samples, those of each rank's node."""
         self._velocity: Tensor | None = None
         """Momentum of outer steps, where they have any."""
         self._num_samples: Array64 = np.zeros(exchange.world_size)
@@ -67,14 +67,16 @@ class VirtualRounds:
         assert means is not None, "made with the ranks"
         sums = self._gradients.step_of_each(inputs, labels, plan, means, at=parameters.detach())
         means.div_(means.new_tensor(plan.counts.values).clamp_(min=1)[:, None])
+        measures = self._measurement.measures(plan.step, begins_round=self.num_steps == 0)
+        local = torch.linalg.vector_norm(means, dim=1).double().numpy() ** 2 if measures else np.zeros(0)
+        self._exchange.average_nodes(means, plan.counts.values)
         self._show_mean()
-        if not self._measurement.measures(plan.step, begins_round=self.num_steps == 0):
+        if not measures:
             return sums
         # norms as real ranks measure them, of a gradient that none of them has: sketches add up
         sketch = NormSketch(plan.step, 1.0)
         sketch.add(torch.mv(means.t(), means.new_tensor(plan.counts.values) / plan.counts.total), 0)
         self._sketch_bytes = sketch.cells.nbytes
-        local = torch.linalg.vector_norm(means, dim=1).double().numpy() ** 2
         return sums._replace(norms=WorkerNorms(local, sketch.reduced()))
 
     def update(
@@ -82,7 +84,9 @@ class VirtualRounds:
     ) -> tuple[StepTraffic, tuple[Array64, float]] | None:
         """Update each rank; what was sent after a round's last step, and its drift. Evaluated parameters stay."""
         parameters, optimizer = self._begun()
-        self._shares = self._start.new_tensor(plan.counts.values)[:, None] / plan.counts.total
+        together = self._exchange.world_size // self._exchange.num_members
+        of_nodes = self._start.new_tensor(plan.counts.values).view(-1, together).sum(1).repeat_interleave(together)
+        self._shares = of_nodes[:, None] / plan.counts.total
         optimizer.step()
         self.num_steps += 1
         self._num_samples = self._num_samples + np.asarray(plan.counts.values)
@@ -104,7 +108,7 @@ class VirtualRounds:
         self.num_steps = 0
         self._num_samples = np.zeros_like(self._num_samples)
         if self._sketch_bytes:
-            traffic += all_reduced(self._sketch_bytes, len(weights))
+            traffic += all_reduced(self._sketch_bytes, self._exchange.num_members)
             self._sketch_bytes = 0
         if following.every == 1 or ends_epoch:
             traffic += self._average_optimizers(parameters, optimizer, weights)

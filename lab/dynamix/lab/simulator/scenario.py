@@ -59,6 +59,8 @@ class Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Parameter servers; each holds an equal part of the gradient."""
     gradient_bytes: WholeNumber = 0
     """Bytes of one gradient; 0: those of the model. More pretends a larger model."""
+    by_node: bool = False
+    """Whether the workers of a node share one link, and sum gradients first, in no time: one exchange per node."""
 
 
 class Workers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -213,6 +215,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f'exchange = "{self.exchange}": parameter servers support neither codecs nor local steps; use '
                 'network.topology = "ring"'
             )
+        if self.network.by_node and (self.network.topology != "ring" or self.world_size % self.ranks_per_node):
+            raise ValueError(
+                'network.by_node needs a ring of nodes with equally many workers: use topology = "ring" and a '
+                f"ranks_per_node that divides {self.world_size}"
+            )
         if self.exchange != "exact" and self.lag_windows < 1:
             raise ValueError(
                 f'lag_windows = {self.lag_windows}: with exchange = "{self.exchange}" the last step before a change of '
@@ -273,6 +280,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         size = self.initial_local_batch_size if local_batch_size is None else local_batch_size
         check_between("local_batch_size", size, max(1, self.min_local_batch_size), self.max_local_batch_size)
         return tuple(min(size, most) for most in self.max_local_batch_sizes)
+
+    @property
+    def num_together(self) -> int:
+        """Workers that sum gradients before they exchange them."""
+        return self.ranks_per_node if self.network.by_node else 1
 
     @property
     def nodes(self) -> tuple[NodeRanks, ...]:

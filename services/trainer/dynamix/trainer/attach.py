@@ -28,6 +28,7 @@ from dynamix.trainer.data.loader import (
 from dynamix.trainer.data.orders import DataIdentity, DistributedOrders, OwnSampler, Permutations
 from dynamix.trainer.data.plan import Division
 from dynamix.trainer.data.source import source_of
+from dynamix.trainer.exchange.nodes import Nodes
 from dynamix.trainer.exchange.plan import ExchangePlan
 from dynamix.trainer.exchange.servers import GradientServers
 from dynamix.trainer.gradient.clock import Clock, DeviceClock
@@ -51,6 +52,7 @@ from dynamix.trainer.job.identity import (
     Place,
     attempt_of,
     check_alike,
+    hosts_of,
     merge_caps,
     nodes_of,
     propose_job,
@@ -280,6 +282,7 @@ def attach(
         clock=clock,
         collectives=collectives,
         averaging=averaging,
+        measures_nodes=environment.trainer.nodes == "auto",
     )
     meter = RankMeter(
         rank=place.rank,
@@ -333,12 +336,14 @@ def _gradients(
     clock: Clock,
     collectives: Collectives,
     averaging: Averaging,
+    measures_nodes: bool,
 ) -> Gradients:
     """Make the parts that weight, exchange and apply gradients; `given` are further arguments of `attach`."""
     options, is_first = run.options, run.place.rank == 0
     by_samples = given["count_tokens"] is None and given["token_counts"] is None
     servers = GradientServers(options.gradient_servers, run.identity.job, run.place.rank, collectives.world_size)
-    exchanges = ExchangePlan(run.schedule, servers, is_decided=options.supports_tracking)
+    nodes = Nodes.among(run.identity.hosts, run.place.rank)
+    exchanges = ExchangePlan(run.schedule, servers, nodes, is_decided=options.supports_tracking)
     losses, sizes = None, options.local_batch_sizes
     if is_first and len(sizes) > 1 and (options.policy != "static" or len(set(sizes)) > 1):
         losses = LossWarnings(
@@ -390,6 +395,9 @@ def _gradients(
     for optimizer in optimizers:
         updates.cover(optimizer)
     covered_models.refuse_others()
+    if measures_nodes:
+        exchanges.measure_nodes(models)
+    run.use_identity(run.identity._replace(hosts=exchanges.nodes.ranks if exchanges.nodes else ()))
     local_steps = LocalSteps(
         *(exchanges, covered_models, updates, collectives.gather_objects, options.noise_every),
     )
@@ -444,6 +452,7 @@ def meet_ranks(
             connections=sockets.candidates(),
             memory_caps={} if caps_path is None else read_caps(caps_path),
             options=options.fingerprint | data._asdict(),
+            group=None if trainer.nodes == "off" else launch.group,
         )
     )
     is_connected = launch.elastic and not launch.connects_late and collectives.world_size > 1  # by the gather
@@ -469,6 +478,7 @@ def meet_ranks(
             options.max_local_batch_size,
             options.min_local_batch_size,
         ),
+        hosts=hosts_of(peers),
     )
     if collectives.rank == 0:
         warn_of_policy(options)

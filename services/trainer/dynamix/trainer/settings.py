@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -27,6 +27,8 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Messages kept while the bus is away; beyond it the oldest report is given up. At least 2."""
     gradient_servers: str = ""
     """Addresses of gradient servers, HOST:PORT with commas between them: they sum the job's gradients."""
+    nodes: Literal["auto", "on", "off"] = "auto"
+    """Ranks of a node sum gradients first; `auto`: where measured faster."""
     summary: bool = True
     """Whether rank 0 writes at the end, to stderr, what the job gained."""
     close_timeout_s: Annotated[float, Meta(ge=0)] = 2.0
@@ -64,6 +66,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
             world_size=int(source.get("WORLD_SIZE", "1")),
             elastic="TORCHELASTIC_RUN_ID" in source,
             connects_late=source.get("TORCH_GLOO_LAZY_INIT", "0").lower() in ("1", "true", "yes", "on"),
+            group=source.get("GROUP_RANK", ""),
             log_directory=str(attempt.parent) if attempt.name.startswith("attempt_") else "",
         ),
     )

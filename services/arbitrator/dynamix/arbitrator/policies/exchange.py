@@ -155,7 +155,7 @@ def choose(job: Job, model: StepTime, memory: ExchangeMemory, current: float) ->
     compute_s, base_s = map(float, model.slowest_s(np.array([current, job.base_global_batch_size])))
     is_exposed = job.exchange != "exact" and exact_s > BEGIN * (base_s + exact_s)
     if job.exchange == "local" and (is_exposed or newest.every > 1):
-        loss = min(LOSS_OF_EIGHT * (job.world_size / 8) ** LOSS_POWER, 0.99)
+        loss = min(LOSS_OF_EIGHT * (job.num_exchanging / 8) ** LOSS_POWER, 0.99)
         wanted = math.sqrt(memory.times_s.get("round", math.nan) / compute_s * (1.0 / loss - 1.0))
         every = FIRST_PERIOD if math.isnan(wanted) else min(2 ** max(round(math.log2(wanted)), 0), MOST_EVERY)
         if every > 1 or newest.every > 1:  # where local steps end, exact ones are measured again
@@ -213,7 +213,7 @@ def model_after(chosen: Exchange, model: StepTime, memory: ExchangeMemory, table
 
 def can_share(job: Job) -> bool:
     """Whether owners with shares can be of use: two ranks gain nothing, and more than 64 were never measured."""
-    return job.supports_exchange and 3 <= job.world_size <= 64
+    return job.supports_exchange and 3 <= job.num_exchanging <= 64
 
 
 def link_rates(obs_WF: Array32) -> Array64 | None:

@@ -230,15 +230,20 @@ def num_chunks(num_bytes: float) -> int:
     return min(MOST_CHUNKS, max(1, int(num_bytes // LEAST_CHUNK_BYTES)))
 
 
-def legs_of(codec: ExchangeCodec, bucket: BucketView, member: Member) -> list[Leg]:
-    """Sum a bucket; plain gradients are sent to ranks in chunks.
+def chunks_of(codec: ExchangeCodec, bucket: BucketView, member: Member) -> list[BucketView]:
+    """A bucket as it is summed; plain gradients are sent to ranks in chunks.
 
     Chunks to gradient servers were slower than whole buckets (docs/communication.md).
     """
     if isinstance(codec, PlainExchange) and member.shares and not member.num_servers:
         chunks = torch.tensor_split(bucket.flat, num_chunks(bucket.flat.nbytes))
-        return [codec.reduce(bucket._replace(flat=flat, parts=()), member) for flat in chunks]
-    return [codec.reduce(bucket, member)]
+        return [bucket._replace(flat=flat, parts=()) for flat in chunks]
+    return [bucket]
+
+
+def legs_of(codec: ExchangeCodec, bucket: BucketView, member: Member) -> list[Leg]:
+    """Sum a bucket, in chunks where that is faster."""
+    return [codec.reduce(chunk, member) for chunk in chunks_of(codec, bucket, member)]
 
 
 class Residuals:

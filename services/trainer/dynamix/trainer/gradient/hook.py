@@ -100,9 +100,9 @@ class StepWeights:
         """The factor on gradients that are weighted and summed over all ranks; up to `correction`."""
         return 1.0 / self.expected if self.base_size is None else self.base_size / self._size
 
-    def local_factor(self) -> float:
-        """The factor on this rank's weighted gradient in a local step, which gives the mean over the rank's samples."""
-        return (1.0 if self.base_size is None else self.base_size) / self.mine if self.mine else 0.0
+    def local_factor(self, total: int) -> float:
+        """The factor on this rank's weighted gradient in a local step, for the mean over the samples of its node."""
+        return (1.0 if self.base_size is None else self.base_size) / total if total else 0.0
 
     def correction(self) -> float:
         """Factor on a gradient that was divided by `expected`."""
@@ -344,17 +344,21 @@ class GradientHook:
         is_local = exchange is not None and exchange.exchange.every > 1
         if exchange is not None:
             self.model_exchange.begin(exchange)
-        weights, counts = self.weights, batch.plan.counts
+        weights, counts, nodes = self.weights, batch.plan.counts, self.model_exchange.plan.nodes
+        together = weights.mine if nodes is None else sum(counts.values[rank] for rank in nodes.inside)
         self._step = step = self._session_step
         weight = (weights.newest if self.reduction == "mean" else min(weights.mine, 1)) * batch.loss_divisor
         ranks = 1 if self.base_hook is None else self._world_size
-        step.scale = ranks * weight * (weights.local_factor() if is_local else weights.factor())
+        step.scale = ranks * weight * (weights.local_factor(together) if is_local else weights.factor())
         step.to_mean = (weight / weights.mine) ** 2 if weights.mine else 1.0
         step.exchange, step.is_local = exchange, is_local
         step.measures, step.shares_times = measures and not is_local, shares_times
         step.reduced, step.local = {}, {}
         is_sketched = measures and is_local
-        self.sketch = NormSketch(batch.plan.step, counts.values[self._rank] / counts.total) if is_sketched else None
+        self.sketch = None
+        if is_sketched:
+            own = together / weights.mine if weights.mine else 0.0
+            self.sketch = NormSketch(batch.plan.step, together / counts.total, own)
         self._sent.clear()  # of a backward pass that failed
         self._times, self._has_times = None, False
 
@@ -403,7 +407,8 @@ class GradientHook:
         if step.is_local:
             if self.sketch is not None:
                 self.sketch.add(known.buffer, bucket.index())
-            return None
+            by_node = self.model_exchange.plan.nodes is not None
+            return self.model_exchange.send_plainly(known.buffer, inside=True) if by_node else None
         if self.base_hook is not None:
             return launched(self.base_hook, None, bucket)
         under_way: dist.Work | Sent

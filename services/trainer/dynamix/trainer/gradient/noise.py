@@ -161,12 +161,13 @@ class NormSketch:
     has no more elements than there are cells.
     """
 
-    def __init__(self, step: int, weight: float) -> None:
+    def __init__(self, step: int, weight: float, own: float = 1.0) -> None:
+        """`weight` and `own` are factors on what is added, for its part of G and for the rank's mean gradient."""
         self.cells = torch.zeros(SKETCH_CELLS)
         self.local = 0.0
         """|g_i|^2 of this rank's own gradient."""
         self._seed = step
-        self._weight = weight
+        self._weight, self._own = weight, own
         self._num_elements = 0
 
     def add(self, gradient: torch.Tensor, number: int) -> None:
@@ -175,7 +176,7 @@ class NormSketch:
             self.cells.zero_()
             self.local, self._num_elements = 0.0, 0
         values = gradient.detach().to("cpu", torch.float32, copy=True)
-        self.local += float(torch.dot(values, values))
+        self.local += self._own**2 * float(torch.dot(values, values))
         generator = torch.Generator().manual_seed(self._seed << 20 | number)
         signs = torch.randint(0, 2, (len(values),), generator=generator, dtype=torch.int8)
         values.mul_(signs.mul_(2).sub_(1)).mul_(self._weight) if self._weight else values.zero_()

@@ -44,6 +44,9 @@ class Launch(NamedTuple):
     connects_late: bool = False
     """Whether gloo connects two ranks only at their first exchange (TORCH_GLOO_LAZY_INIT)."""
 
+    group: str = ""
+    """Number of the agent that started this process."""
+
     log_directory: str = ""
     """Created by the agent for its launch; known to its workers also when a wrapper script stands between."""
 
@@ -70,6 +73,8 @@ class Peer(NamedTuple):
     """Upper bounds of local batch sizes by rank, as far as this rank can read them."""
     options: dict[str, object]
     """Options that must be equal on all ranks."""
+    group: str | None = ""
+    """Of its launcher: with the node, which ranks sum gradients first; `None` where they shall not."""
 
 
 class Place(NamedTuple):
@@ -90,6 +95,8 @@ class JobIdentity(NamedTuple):
     attempt: Attempt
     nodes: tuple[NodeRanks, ...]
     max_local_batch_sizes: tuple[int, ...]
+    hosts: tuple[tuple[int, ...], ...] = ()
+    """The ranks that one launcher started on one node, for each; empty where they do not sum gradients first."""
 
 
 def propose_job(name: str, configured: str, launch: Launch, run_id: str = "") -> str:
@@ -145,6 +152,14 @@ def nodes_of(peers: Sequence[Peer]) -> tuple[NodeRanks, ...]:
     for rank, peer in enumerate(peers):
         ranks.setdefault(peer.node, []).append(rank)
     return tuple(NodeRanks(node=node, ranks=tuple(members)) for node, members in ranks.items())
+
+
+def hosts_of(peers: Sequence[Peer]) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each node and launcher; none where a rank shall not sum gradients with those of its node first."""
+    if any(peer.group is None for peer in peers):
+        return ()
+    named = [peer._replace(node=f"{peer.node}/{peer.group}") for peer in peers]
+    return tuple(tuple(each.ranks) for each in nodes_of(named))
 
 
 def check_alike(peers: Sequence[Peer]) -> None:

@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.schemas.messages.allocation import Exchange
 from dynamix.trainer.data.plan import StepPlan
-from dynamix.trainer.exchange.codec import BucketPart, BucketView, Largest, Residuals, Sum, just
+from dynamix.trainer.exchange.codec import BucketPart, BucketView, Largest, Residuals, just
+from dynamix.trainer.exchange.nodes import sum_plainly
 from dynamix.trainer.exchange.plan import ExchangePlan, ModelExchange, Sent, StepExchange, keeps_residuals
 from dynamix.trainer.gradient.hook import CoveredModels, TimeSlots
 from dynamix.trainer.gradient.learning_rate import Updates
@@ -190,8 +191,12 @@ class LocalSteps:
         return self._num_steps == 0
 
     def share(self, plan: StepPlan) -> float:
-        """Of a step's samples, those of this rank's gradient."""
-        return plan.counts.values[self.exchange.rank] / plan.counts.total if self.is_begun else 1.0
+        """Of a step's samples, those of this rank's gradient, which may be that of its node."""
+        if not self.is_begun:
+            return 1.0
+        nodes = self.exchange.nodes
+        ranks = (self.exchange.rank,) if nodes is None else nodes.inside
+        return sum(plan.counts.values[rank] for rank in ranks) / plan.counts.total
 
     def outer_momentum(self) -> list[dict[str, Tensor]]:
         """The momentum of each model's outer steps, by parameter; the same on all ranks, copied to the CPU."""
@@ -328,7 +333,8 @@ class LocalSteps:
             value = tensor.detach().to("cpu", dtype, copy=True)
             if place.shape:
                 value = value.mul_(weight) if weight else value.zero_()
-            under_way.append((tensor, value, pipeline.send(just(Sum(value) if place.shape else Largest(value)))))
+            leg = sum_plainly(value, self.exchange.nodes) if place.shape else just(Largest(value))
+            under_way.append((tensor, value, pipeline.send(leg)))
         for tensor, value, sent in under_way:
             sent.wait()
             tensor.copy_(value)

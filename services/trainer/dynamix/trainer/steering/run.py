@@ -126,6 +126,7 @@ class Reporter:
             "initial_exchange": exchange,
             "exact_exposed_s": exact_exposed_s,
             "summary": summary,
+            "num_replicas": len(self.identity.hosts),
         }
         return Job(**shared | own)
 
