@@ -4,7 +4,6 @@ import gc
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack
 from urllib.parse import urlsplit
@@ -12,6 +11,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from dynamix.runtime.settings import BusSettings, node_name
@@ -28,7 +28,7 @@ from dynamix.trainer.data.loader import (
 from dynamix.trainer.data.orders import DataIdentity, DistributedOrders, OwnSampler, Permutations
 from dynamix.trainer.data.plan import Division
 from dynamix.trainer.data.source import source_of
-from dynamix.trainer.exchange.plan import ExchangePlan
+from dynamix.trainer.exchange.plan import ExchangePlan, ModelExchange
 from dynamix.trainer.exchange.servers import GradientServers
 from dynamix.trainer.gradient.clock import Clock, DeviceClock
 from dynamix.trainer.gradient.hook import BaseHook, CoveredModels, GradientHook, Reduction, StepWeights
@@ -36,9 +36,11 @@ from dynamix.trainer.gradient.learning_rate import FACTORS, Rule, Schedulers, Up
 from dynamix.trainer.gradient.losses import WEIGHTED, LossWarnings
 from dynamix.trainer.gradient.models import (
     Averaging,
+    Layout,
     Weighting,
     averaging_of,
     check_accumulation,
+    is_replicated,
     needs_equal_steps,
     unwrapped,
     unwrapped_optimizer,
@@ -338,7 +340,9 @@ def _gradients(
     options, is_first = run.options, run.place.rank == 0
     by_samples = given["count_tokens"] is None and given["token_counts"] is None
     servers = GradientServers(options.gradient_servers, run.identity.job, run.place.rank, collectives.world_size)
-    exchanges = ExchangePlan(run.schedule, servers, is_decided=options.supports_tracking)
+    exchanges = ExchangePlan(
+        *(run.schedule, servers), is_decided=options.supports_tracking and all(map(is_replicated, models))
+    )
     losses, sizes = None, options.local_batch_sizes
     if is_first and len(sizes) > 1 and (options.policy != "static" or len(set(sizes)) > 1):
         losses = LossWarnings(
@@ -356,14 +360,28 @@ def _gradients(
         if options.reduction == "sum"
         else None,
     )
-    make_hook = partial(
-        GradientHook,
-        clock=clock,
-        weights=weights,
-        reduction=options.reduction,
-        base_hook=given["base_hook"],
-        losses=losses,
-    )
+
+    def make_hook(model: torch.nn.Module, exchange: ModelExchange) -> GradientHook:
+        """The hook of a model; of a sharded one a collective."""
+        shared: dict[str, Any] = {
+            "model_exchange": exchange,
+            "clock": clock,
+            "weights": weights,
+            "reduction": options.reduction,
+            "base_hook": given["base_hook"],
+            "losses": losses,
+        }
+        if isinstance(model, DistributedDataParallel):
+            return GradientHook(group=model.process_group, **shared)
+        from .gradient.shards import ShardHook  # noqa: PLC0415 - 0.2 s that DDP does not need
+
+        layout = Layout.of(model)
+        assert isinstance(layout, Layout), "checked before"
+        layout = layout.met(model, collectives.gather_objects)
+        if layout.peers:
+            exchanges.layout = layout
+        return ShardHook(group=dist.group.WORLD, layout=layout, **shared)
+
     covered_models = CoveredModels(
         make_hook=make_hook if averaging == "hook" else None,
         reduction=options.reduction,

@@ -17,11 +17,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import reduce
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import Tensor
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.runtime.extensions import Group, extension_names, load_extension
@@ -46,7 +48,10 @@ from .codec import (
 from .narrow import Cast, Int8, NarrowExchange
 from .rows import RowsExchange
 from .servers import GradientServers, ServedGroup
-from .transport import break_group, keep_for_ever, perform, timeout_of
+from .transport import LentTensor, break_group, keep_for_ever, launched, perform, timeout_of
+
+if TYPE_CHECKING:
+    from dynamix.trainer.gradient.models import Layout
 
 _log = logging.getLogger("dynamix.trainer")
 
@@ -124,15 +129,19 @@ class ExchangePlan:
         self.rank, self.world_size, self.num_servers = servers.rank, servers.num_ranks, len(servers.addresses)
         self._schedule = schedule
         self._is_decided = is_decided and self.world_size > 1
+        self.layout: Layout | None = None
+        """Of sharded models: their buckets are summed among the ranks with the same shard."""
         self._timeout: timedelta | None = None
         self._pipeline: Pipeline | None = None
         self.on_connect: Callable[[], None] = lambda: None
         """Called when the ranks have made new connections, on all of them in the same step."""
 
-    def of_model(self, model: DistributedDataParallel) -> "ModelExchange":
+    def of_model(self, model: Module) -> "ModelExchange":
         """The exchange of a model's buckets; its group's time-out is that of the exchange."""
-        self._timeout = self._timeout or timeout_of(model.process_group)
-        return ModelExchange(self, {parameter: name for name, parameter in model.module.named_parameters()})
+        is_ddp = isinstance(model, DistributedDataParallel)
+        self._timeout = self._timeout or timeout_of(model.process_group if is_ddp else dist.group.WORLD)
+        named = (model.module if is_ddp else model).named_parameters()
+        return ModelExchange(self, {parameter: name for name, parameter in named})
 
     def of_step(self, step: int) -> StepExchange | None:
         """The exchange of a step, `None` for DDP's own all-reduce; a collective call on the first other step.
@@ -153,9 +162,14 @@ class ExchangePlan:
     def pipeline(self) -> "Pipeline":
         """The pipeline of collectives; the first call makes it, a collective."""
         if self._pipeline is None:
-            self._pipeline = Pipeline(self._timeout, self._servers)
+            self._pipeline = Pipeline(self._timeout, self._servers, self.layout.peers if self.layout else ())
             self.on_connect()
         return self._pipeline
+
+    def sum_shards(self, numbers: Tensor) -> None:
+        """Add up numbers on the CPU over the shards of a model, in place; nothing where a rank has it whole."""
+        if self.layout is not None:
+            launched(self.layout.shard_group.allreduce, [LentTensor(numbers).alias]).wait()
 
     def close(self) -> None:
         """End what runs in the background. No collective."""
@@ -179,8 +193,14 @@ class ModelExchange:
     def begin(self, step: StepExchange) -> None:
         """Begin a step: the buckets that follow are sent by its exchange."""
         if self._step is None or step.exchange != self._step.exchange:
-            plan = self._plan
-            self._member = member_of(step.exchange, plan.rank, plan.world_size, plan.num_servers)
+            plan, exchange = self._plan, step.exchange
+            if plan.layout is not None:
+                peers = plan.layout.peers
+                shares = tuple(exchange.shares[rank] for rank in peers) if exchange.shares else ()
+                exchange = replace(exchange, shares=shares if any(shares) else ())
+                self._member = member_of(exchange, peers.index(plan.rank), len(peers))
+            else:
+                self._member = member_of(exchange, plan.rank, plan.world_size, plan.num_servers)
         self._step = step
 
     def send(self, bucket: BucketView) -> "Sent":
@@ -277,13 +297,16 @@ class _Lane:
 class Pipeline:
     """Two threads with a process group each; all ranks make it at the same point and send the same buckets."""
 
-    def __init__(self, timeout: timedelta | None = None, servers: GradientServers | None = None) -> None:
-        """A collective call; `timeout` is that of the groups, torch's own when not given.
+    def __init__(
+        self, timeout: timedelta | None = None, servers: GradientServers | None = None, peers: tuple[int, ...] = ()
+    ) -> None:
+        """A collective call; `timeout` is that of the groups, torch's own when not given; of all ranks, or of `peers`.
 
         Raises:
             RuntimeError: when a server cannot be reached, or does not join.
         """
-        groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
+        whose = {"ranks": list(peers), "use_local_synchronization": True} if peers else {}
+        groups = [dist.new_group(backend="gloo", timeout=timeout, **whose) for _ in range(2)]
         served: list[ServedGroup] | list[None] = [None, None]
         if servers is not None and servers.addresses:
             served = servers.join(groups[0], timeout)
