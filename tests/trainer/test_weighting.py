@@ -93,7 +93,9 @@ def _compare_fsdp(_rank: int) -> dict[str, Any]:
     data = Numbered(601)
     alone, sharded = make_model(), make_model()
     fully_shard(sharded)
-    session, _, optimizer = begin_job(data, sharded, rate=0.0, local_batch_size=(9, 40), window_steps=1)
+    session, _, optimizer = begin_job(
+        data, sharded, rate=0.0, local_batch_size=(9, 40), window_steps=1, weighting="loss"
+    )
     reports: list[Message] = []
     session._transport.publish = reports.append  # type: ignore[method-assign]
     order = epoch_order(len(data), 0, 0, shuffle=True).tolist()

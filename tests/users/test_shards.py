@@ -5,10 +5,12 @@ from typing import Any
 import torch
 from tests.support.loops import gathered, relative_error, whole_gradient
 from tests.support.ranks import each_case, run_ranks
-from tests.support.training import Numbered, begin_job, make_model, offer
+from tests.support.training import Numbered, begin_job, flat_parameters, gather, make_model, offer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+
+from dynamix.schemas.messages.allocation import Exchange
 
 SIZES = [(9, 40, 3, 12), (2, 0, 31, 5), (0, 0, 20, 1), (16, 16, 16, 16)]
 LAYOUTS = ("all ranks", "two dimensions", "nodes")
@@ -47,8 +49,6 @@ def _errors(_rank: int, layout: str, options: dict[str, Any]) -> float:
             optimizer.zero_grad()
             offer(session, SIZES[(session.step_index + 1) % len(SIZES)])
         session.step(loss)
-    times = session.times
-    assert times is not None and times.compute_s > 0
     session.close()
     return max(errors)
 
@@ -58,3 +58,79 @@ def test_the_gradient_is_that_of_one_big_batch() -> None:
     cases = [(layout, each) for layout in LAYOUTS for each in (*options, {"reduction": "sum"})]
     found = run_ranks(each_case, 4, _errors, cases)
     assert max(max(errors) for errors in found) < 1e-12
+
+
+class Reference:
+    """Both nodes in one process: each steps on what its ranks have, and they are averaged where the session says so."""
+
+    def __init__(self, data: Numbered, rate: float) -> None:
+        self._data, self._num_samples = data, [0, 0]
+        self.models = [make_model() for _ in range(2)]
+        self._optimizers = [torch.optim.SGD(each.parameters(), lr=rate, momentum=0.9) for each in self.models]
+
+    def step(self, used: list[list[int]], *, is_local: bool, is_averaged: bool, leaves: bool) -> None:
+        """One step with these samples by rank; `leaves`: whether local steps end with it."""
+        for node, (model, optimizer) in enumerate(zip(self.models, self._optimizers, strict=True)):
+            mine = used[2 * node] + used[2 * node + 1] if is_local else [each for part in used for each in part]
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(self._data.inputs[mine]), self._data.targets[mine]).backward()
+            optimizer.step()
+            self._num_samples[node] += len(used[2 * node] + used[2 * node + 1])
+        if is_averaged:
+            weights = [number / sum(self._num_samples) for number in self._num_samples]
+            for parts in zip(*(each.parameters() for each in self.models), strict=True):
+                states = [
+                    each.state[part]["momentum_buffer"] for each, part in zip(self._optimizers, parts, strict=True)
+                ]
+                for tensors in ([part.data for part in parts], states if leaves else []):
+                    mean = sum(weight * each for weight, each in zip(weights, tensors, strict=False))
+                    for each in tensors:
+                        each.copy_(mean)
+            self._num_samples = [0, 0]
+
+
+def _levers(rank: int, exchanges: dict[int, Exchange], num_steps: int) -> dict[str, Any]:
+    """The largest error of the parameters where nodes are averaged, while sizes move; exchanges are offered by step."""
+    data, model = Numbered(3000), sharded("nodes")
+    session, _, optimizer = begin_job(
+        *(data, model),
+        local_batch_size=SIZES[0],
+        window_steps=1,
+        max_lag_windows=9,
+        exchange="local",
+        noise_every=1,
+        learning_rate_rule="none",
+    )
+    reference, errors, labels = Reference(data, 0.05), [], set()
+    for inputs, targets, indices in session.loader:
+        used = gather(indices[: session.num_samples].tolist())
+        step, exchange = session.step_index, session.allocation.exchange
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+        offered = exchanges[max(each for each in exchanges if each <= step)]
+        offer(session, SIZES[step % len(SIZES)], exchange=offered)
+        session.step()
+        leaves = session.allocation.exchange.every == 1
+        reference.step(used, is_local=exchange.every > 1, is_averaged=session.is_averaged, leaves=leaves)
+        whole = torch.cat([each.full_tensor().detach().flatten() for each in model.parameters()])
+        if session.is_averaged:
+            assert len({each.numpy().tobytes() for each in gather(whole)}) == 1, (step, exchange.label)
+            errors.append(relative_error(whole, flat_parameters(reference.models[rank // 2])))
+        labels.add(exchange.label)
+        if session.step_index == num_steps:
+            break
+    session.average()
+    session.close()
+    return {"error": max(errors), "labels": labels}
+
+
+def test_nodes_have_the_same_parameters_after_every_averaging() -> None:
+    exact = {0: Exchange(), 10: Exchange(every=4), 30: Exchange(), 40: Exchange(every=3, route="shares")}
+    lossy = {0: Exchange(codec="int8"), 12: Exchange(codec="bf16", every=2), 30: Exchange(codec="int8", route="shares")}
+    found = run_ranks(each_case, 4, _levers, [(exact, 60), (lossy, 45)])
+    for first, second in found:
+        assert first["error"] < 1e-12
+        assert second["error"] < 0.05
+        assert len(first["labels"]) == 3
+        assert len(second["labels"]) == 4

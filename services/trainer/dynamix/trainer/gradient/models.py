@@ -6,7 +6,7 @@ ranks is refused, unless the script says that a framework averages its gradients
 train wrong without a word.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
@@ -101,17 +101,9 @@ class Layout(NamedTuple):
                 f"{type(model).__name__}: fully_shard with one mesh for all modules; of two dimensions, with all "
                 f"{world_size} ranks"
             )
-        reason = ""
-        if loose := [name for name, each in trained if not isinstance(each, DTensor)]:
-            reason = f"{loose[0]} is not sharded: call fully_shard on the model itself too"
-        elif not callable(getattr(model, "set_custom_reduce_scatter", None)):
-            reason = "call fully_shard on the model itself too"
-        elif mesh.device_type != "cpu":
+        reason = _only_loss(model, groups, [name for name, each in trained if not isinstance(each, DTensor)])
+        if mesh.device_type != "cpu":
             reason = "on a GPU computing and waiting cannot be told apart"
-        elif any(len(module._get_fsdp_state()._fsdp_param_groups) > 1 for module in groups.values()):  # noqa: SLF001
-            reason = "its modules have several groups of parameters (shard_placement_fn)"
-        elif any(group.gradient_divide_factor not in (None, 1.0) for group in groups):
-            reason = "it has a gradient_divide_factor"
         elif mesh.size() == 1 < world_size:
             reason = "each rank has the whole model: wrap it in DistributedDataParallel instead"
         if reason and mesh.size() < world_size:
@@ -154,6 +146,17 @@ class Layout(NamedTuple):
         return self._replace(peers=columns[place], peer_group=groups[place])
 
 
+def _only_loss(model: torch.nn.Module, groups: Mapping[Any, Any], loose: Sequence[str]) -> str:
+    """Why the reduce-scatter of these groups cannot be replaced, if so; `loose` parameters are not sharded."""
+    if loose or not callable(getattr(model, "set_custom_reduce_scatter", None)):
+        return f"{loose[0] if loose else 'a module'} is not sharded: call fully_shard on the model itself too"
+    if any(len(module._get_fsdp_state()._fsdp_param_groups) > 1 for module in groups.values()):  # noqa: SLF001
+        return "its modules have several groups of parameters (shard_placement_fn)"
+    if any(group.gradient_divide_factor not in (None, 1.0) for group in groups):
+        return "it has a gradient_divide_factor"
+    return ""
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a tensor, or all of one that is not sharded."""
     shard: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
@@ -193,8 +196,7 @@ def averaging_of(models: Sequence[torch.nn.Module], weighting: Weighting, world_
     are_weighed = weighting != "loss" and all(is_weighed(model, world_size) for model in models)
     if weighting == "hook" and not are_weighed:
         raise ValueError(
-            'weighting="hook" needs a model under DistributedDataParallel, or under fully_shard on CPUs: use '
-            'weighting="loss"'
+            'weighting="hook" needs a DistributedDataParallel model, or fully_shard on CPUs: use weighting="loss"'
         )
     if are_weighed:
         with_copies = [is_replicated(model) and not is_ddp for model, is_ddp in zip(models, are_ddp, strict=True)]
