@@ -1,18 +1,34 @@
 """Sharded models: two nodes of two ranks train as one big batch does, whatever the sizes, the codec and the period."""
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from tests.support.loops import gathered, relative_error, whole_gradient
 from tests.support.ranks import each_case, run_ranks
-from tests.support.training import Numbered, begin_job, flat_parameters, gather, make_model, offer
+from tests.support.training import (
+    Numbered,
+    begin_job,
+    distribute,
+    flat_parameters,
+    gather,
+    make_model,
+    offer,
+    train_step,
+)
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from dynamix import trainer as dynamix
 from dynamix.schemas.messages.allocation import Exchange
 
 SIZES = [(9, 40, 3, 12), (2, 0, 31, 5), (0, 0, 20, 1), (16, 16, 16, 16)]
+SHARES = (1.0, 0.0, 3.0, 2.0)
 LAYOUTS = ("all ranks", "two dimensions", "nodes")
 
 
@@ -126,7 +142,7 @@ def _levers(rank: int, exchanges: dict[int, Exchange], num_steps: int) -> dict[s
 
 
 def test_nodes_have_the_same_parameters_after_every_averaging() -> None:
-    exact = {0: Exchange(), 10: Exchange(every=4), 30: Exchange(), 40: Exchange(every=3, route="shares")}
+    exact = {0: Exchange(), 10: Exchange(every=4), 30: Exchange(), 40: Exchange(every=3, route="shares", shares=SHARES)}
     lossy = {0: Exchange(codec="int8"), 12: Exchange(codec="bf16", every=2), 30: Exchange(codec="int8", route="shares")}
     found = run_ranks(each_case, 4, _levers, [(exact, 60), (lossy, 45)])
     for first, second in found:
@@ -134,3 +150,68 @@ def test_nodes_have_the_same_parameters_after_every_averaging() -> None:
         assert second["error"] < 0.05
         assert len(first["labels"]) == 3
         assert len(second["labels"]) == 4
+
+
+def _resumed(rank: int, layout: str, directory: str, first: int, last: int) -> torch.Tensor:
+    """Parameters after the steps `first` to `last`, with checkpoints before and behind them."""
+    data, model = Numbered(900, torch.float32), sharded(layout, torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    own = Path(directory) / f"session{rank}.pt"
+    if first:
+        parts = get_state_dict(model, optimizer)
+        dcp.load(dict(zip(("model", "optimizer"), parts, strict=True)), checkpoint_id=directory)
+        set_state_dict(model, optimizer, model_state_dict=parts[0], optim_state_dict=parts[1])
+    exchange = Exchange(codec="int8") if layout == "nodes" else "exact"
+    session, model, optimizer = begin_job(
+        *(data, model), optimizer=optimizer, local_batch_size=SIZES[0], exchange=exchange
+    )
+    if first:
+        session.load_state_dict(torch.load(own, weights_only=True))
+    for batch in session.loader:
+        train_step(session, model, optimizer, batch)
+        if session.step_index == last:
+            break
+    parts = get_state_dict(model, optimizer)
+    dcp.save(dict(zip(("model", "optimizer"), parts, strict=True)), checkpoint_id=directory)
+    torch.save(session.state_dict(), own)
+    session.close()
+    return torch.cat([each.full_tensor().detach().flatten() for each in model.parameters()])
+
+
+def test_a_run_resumed_from_a_distributed_checkpoint_goes_on_bit_by_bit(tmp_path: Path) -> None:
+    directory = str(tmp_path)
+    for layout in ("all ranks", "nodes"):
+        cases = [(layout, directory, *steps) for steps in ((0, 12), (0, 5), (5, 12))]
+        for straight, half, resumed in run_ranks(each_case, 4, _resumed, cases):
+            assert torch.equal(straight, resumed), layout
+            assert not torch.equal(straight, half)
+
+
+def _refused(_rank: int) -> None:
+    data = Numbered(64)
+    for layout in ("all ranks", "two dimensions"):
+        with pytest.raises(ValueError, match=r"exchange='lossy': FSDP2 sends these gradients itself; .* mesh=mesh\["):
+            begin_job(data, sharded(layout), exchange="lossy")
+    taken, second = sharded("nodes"), sharded("nodes")
+    taken_optimizer = torch.optim.SGD(taken.parameters(), lr=0.1)
+    taken.set_all_reduce_hook(lambda _: None)
+    with pytest.raises(RuntimeError, match="all-reduce hook already"):
+        begin_job(data, taken)
+    with pytest.raises(ValueError, match="base_hook is for DistributedDataParallel"):
+        begin_job(data, second, base_hook=lambda *_: None)
+    ranks = range(2) if dist.get_rank() < 2 else range(2, 4)
+    other = fully_shard(nn.Linear(6, 4 + dist.get_rank() // 2), mesh=DeviceMesh("cpu", list(ranks)))
+    with pytest.raises(ValueError, match="not copies of one model"):
+        begin_job(data, other)
+    with pytest.raises(ValueError, match="a copy on each node and others exclude each other"):
+        dynamix.attach([distribute(make_model()), second], taken_optimizer, data, local_batch_size=8, connect=False)
+    session, model, optimizer = begin_job(data, sharded("nodes"))
+    for batch in session.loader:
+        with pytest.raises(RuntimeError, match="a second sharded model is trained"):
+            second(batch[0])
+        train_step(session, model, optimizer, batch)
+    session.close()
+
+
+def test_what_cannot_be_weighed_or_sent_is_refused_with_the_reason() -> None:
+    run_ranks(_refused, 4)

@@ -28,6 +28,7 @@ from dynamix.trainer.data.loader import (
 from dynamix.trainer.data.orders import DataIdentity, DistributedOrders, OwnSampler, Permutations
 from dynamix.trainer.data.plan import Division
 from dynamix.trainer.data.source import source_of
+from dynamix.trainer.exchange.layout import Layout
 from dynamix.trainer.exchange.plan import ExchangePlan, ModelExchange
 from dynamix.trainer.exchange.servers import GradientServers
 from dynamix.trainer.gradient.clock import Clock, DeviceClock
@@ -36,7 +37,6 @@ from dynamix.trainer.gradient.learning_rate import FACTORS, Rule, Schedulers, Up
 from dynamix.trainer.gradient.losses import WEIGHTED, LossWarnings
 from dynamix.trainer.gradient.models import (
     Averaging,
-    Layout,
     Weighting,
     averaging_of,
     check_accumulation,
@@ -127,8 +127,9 @@ def attach(
     epoch. Without a bus, or without an action, the job keeps its sizes. A single process needs no process group.
 
     Args:
-        model: a `DistributedDataParallel` model, a sharded one (FSDP), or one whose gradients a framework averages over
-            ranks (`weighting="loss"`); several as a list. Wrappers of `torch.compile` and frameworks are removed.
+        model: a `DistributedDataParallel` model, a sharded one (FSDP2; FSDP1 with `session.scale_loss`), or one whose
+            gradients a framework averages over ranks (`weighting="loss"`); several as a list. Wrappers of
+            `torch.compile` and frameworks are removed.
         optimizer: its learning rates are scaled for the samples of each step, by `learning_rate_rule`; or a list.
         data: the script's `DataLoader`, whose data set, batch size, sampler, `drop_last`, workers, `collate_fn` and
             `generator` stay: of equal batches each rank has the samples of plain training, without those that a
@@ -164,12 +165,13 @@ def attach(
         base_global_batch_size: global batch size that the learning rate was chosen for. Default: the initial sum.
         learning_rate_rule: `sqrt`, `linear` or `none`, of the global batch size over `base_global_batch_size`.
         reduction: how the loss combines its samples, `mean` or `sum`.
-        weighting: `hook` (DDP), `loss` (call `session.scale_loss`), or `auto` by the model's type.
+        weighting: `hook` (DDP, FSDP2 on CPUs), `loss` (call `session.scale_loss`), or `auto` by the model's type.
         base_hook: your own DDP communication hook, called with None as its state: bind a state by `functools.partial`.
             It must average over ranks, as torch's do.
         exchange: what decisions may do to the gradient exchange: `exact` permits other routes and lossless codecs,
             `lossy` also rounding, with the error added to the next step's gradient, `local` also several steps between
-            two averagings. An `Exchange` sets it for the whole run instead. It needs our own hook.
+            two averagings. An `Exchange` sets it for the whole run instead. It needs our own hook, under
+            FSDP2 on a mesh inside of each node.
         optimizer_family: `sgd` or `adam` for the reward. Default: by the optimizer's class.
         policy: name of the policy. Default: `split`, or `rule` with an adaptive global batch. Under both the ranks
             divide the global batch by their measured speeds from the first step on, with or without a bus; under
@@ -371,15 +373,17 @@ def _gradients(
             "base_hook": given["base_hook"],
             "losses": losses,
         }
-        if isinstance(model, DistributedDataParallel):
+        layout = None if isinstance(model, DistributedDataParallel) else Layout.of(model)
+        assert not isinstance(layout, str), "refused before"
+        layout = layout and layout.met(model, collectives.gather_objects)
+        copies = layout if layout and layout.peers else None
+        if covered_models.models and (copies and copies.peers) != (exchanges.layout and exchanges.layout.peers):
+            raise ValueError("models with a copy on each node and others exclude each other: attach them on their own")
+        exchanges.layout = copies
+        if layout is None:
             return GradientHook(group=model.process_group, **shared)
-        from .gradient.shards import ShardHook  # noqa: PLC0415 - 0.2 s that DDP does not need
+        from .gradient.shards import ShardHook  # noqa: PLC0415 - DDP needs none
 
-        layout = Layout.of(model)
-        assert isinstance(layout, Layout), "checked before"
-        layout = layout.met(model, collectives.gather_objects)
-        if layout.peers:
-            exchanges.layout = layout
         return ShardHook(group=dist.group.WORLD, layout=layout, **shared)
 
     covered_models = CoveredModels(

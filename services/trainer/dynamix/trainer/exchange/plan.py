@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import reduce
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,13 +45,11 @@ from .codec import (
     just,
     legs_of,
 )
+from .layout import Layout
 from .narrow import Cast, Int8, NarrowExchange
 from .rows import RowsExchange
 from .servers import GradientServers, ServedGroup
 from .transport import LentTensor, break_group, keep_for_ever, launched, perform, timeout_of
-
-if TYPE_CHECKING:
-    from dynamix.trainer.gradient.models import Layout
 
 _log = logging.getLogger("dynamix.trainer")
 

@@ -568,7 +568,7 @@ class CoveredModels:
         if any(model is each for each in self.models):
             raise RuntimeError("the model is covered already: name each model once")
         if self.make_hook is not None:
-            if not is_weighed(model, self.exchange.world_size):
+            if not is_weighed(model):
                 raise ValueError(
                     f"{type(model).__name__} is not under DistributedDataParallel or fully_shard, but another model of "
                     "the session is: wrap it too"

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from dynamix.trainer.data.plan import MicroBatch
 from dynamix.trainer.exchange.codec import BucketPart, BucketView
+from dynamix.trainer.exchange.layout import Layout, sharded_groups
 from dynamix.trainer.exchange.plan import Sent
 from dynamix.trainer.exchange.transport import LentTensor, launched
 
 from .hook import GradientHook, squared_norm
-from .models import Layout, sharded_groups
 from .noise import NormSketch
 
 T = TypeVar("T")
@@ -120,6 +120,8 @@ class ShardHook(GradientHook):
 
     def sum_copies(self, number: int, shard: Tensor, *, is_kept: bool) -> None:
         """Begin to sum a shard over the copies; the sum must be there at once unless the tensor is kept."""
+        if len(self.layout.inside) == 1:  # then FSDP2 scatters nothing
+            self.waiting(self._weigh, number, shard)
         if self.layout.sums_copies and self._is_trained and self.clock.in_step:
             self.clock.reduced()  # FSDP2 has just summed them
         under_way = self._send_shard(number, shard)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.runtime.extensions import extension_names
 from dynamix.schemas.messages import OptimizerFamily
@@ -50,7 +49,7 @@ from dynamix.trainer.exchange.rows import table_share
 from dynamix.trainer.exchange.servers import split_address
 from dynamix.trainer.gradient.hook import Reduction
 from dynamix.trainer.gradient.learning_rate import Rule
-from dynamix.trainer.gradient.models import Averaging, is_replicated
+from dynamix.trainer.gradient.models import Averaging, is_replicated, is_sharded
 
 _log = logging.getLogger("dynamix.trainer")
 
@@ -260,7 +259,7 @@ def options_of(
     """
     exchange, servers = served_exchange(given["exchange"], gradient_servers)
     has_copies = averaging == "hook" and all(map(is_replicated, models))
-    if servers and not all(isinstance(model, DistributedDataParallel) for model in models):
+    if servers and any(map(is_sharded, models)):
         raise ValueError("gradient servers need DistributedDataParallel models: a shard is summed over its copies")
     _check_hooks(given, averaging, models, optimizers, exchange)
     sizes = checked("local_batch_size", given["local_batch_size"], AtLeast0 | tuple[AtLeast0, ...])
@@ -318,10 +317,9 @@ def _check_hooks(
 ) -> None:
     """Raise ValueError for what the communication hook cannot carry out, saying how to fix it."""
     base_hook = given["base_hook"]
-    are_ddp = all(isinstance(model, DistributedDataParallel) for model in models)
-    if base_hook is not None and not (averaging == "hook" and are_ddp):
+    if base_hook is not None and (averaging != "hook" or any(map(is_sharded, models))):
         raise ValueError(
-            'base_hook is of DistributedDataParallel, under weighting="hook": register it on the model yourself'
+            'base_hook is for DistributedDataParallel and weighting="hook": register it on the model yourself'
         )
     if base_hook is not None and len(models) > 1:
         raise ValueError("base_hook belongs to one model: attach one model with it, without a list")

@@ -24,10 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 from dynamix.schemas.messages.allocation import Exchange
 from dynamix.trainer.data.plan import StepPlan
 from dynamix.trainer.exchange.codec import BucketPart, BucketView, Largest, Residuals, Sum, just
+from dynamix.trainer.exchange.layout import local
 from dynamix.trainer.exchange.plan import ExchangePlan, ModelExchange, Sent, StepExchange, keeps_residuals
 from dynamix.trainer.gradient.hook import CoveredModels, TimeSlots
 from dynamix.trainer.gradient.learning_rate import Updates
-from dynamix.trainer.gradient.models import local
 from dynamix.trainer.gradient.noise import NOT_MEASURED, RoundMeasurement, SquaredNorms, StepSketches
 
 _log = logging.getLogger("dynamix.trainer")
