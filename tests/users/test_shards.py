@@ -21,7 +21,7 @@ from tests.support.training import (
 )
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from dynamix import trainer as dynamix
@@ -199,8 +199,8 @@ def _refused(_rank: int) -> None:
         begin_job(data, taken)
     with pytest.raises(ValueError, match="base_hook is for DistributedDataParallel"):
         begin_job(data, second, base_hook=lambda *_: None)
-    ranks = range(2) if dist.get_rank() < 2 else range(2, 4)
-    other = fully_shard(nn.Linear(6, 4 + dist.get_rank() // 2), mesh=DeviceMesh("cpu", list(ranks)))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "shard"))["shard"]
+    other = fully_shard(nn.Linear(6, 4 + dist.get_rank() // 2), mesh=mesh)
     with pytest.raises(ValueError, match="not copies of one model"):
         begin_job(data, other)
     with pytest.raises(ValueError, match="a copy on each node and others exclude each other"):

@@ -595,7 +595,7 @@ class CoveredModels:
         )
         for found in gc.get_objects():
             if issubclass(type(found), torch.nn.Module) and (
-                isinstance(found, DistributedDataParallel) or hasattr(found, "_get_fsdp_state")
+                isinstance(found, DistributedDataParallel) or hasattr(type(found), "_get_fsdp_state")
             ):
                 self._watch(found)
 
