@@ -25,7 +25,7 @@ def main() -> nn.Module:
         for features, targets in loader:
             loss = nn.functional.cross_entropy(model(features), targets)
             optimizer.zero_grad()
-            session.scale_loss(loss).backward()
+            loss.backward()
             optimizer.step()
         if dist.get_rank() == 0:
             print(f"epoch {epoch}: loss {loss.item():.4f}")

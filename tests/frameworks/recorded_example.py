@@ -1,4 +1,4 @@
-"""Two ranks of an example, plain and then attached; each writes down what it used and what came of it.
+"""The ranks of an example, plain and then attached; each writes down what it used and what came of it.
 
 python -m tests.frameworks.recorded_example PACKAGE NAME DIRECTORY
 """
@@ -16,20 +16,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.support.training import offer
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from dynamix.trainer import Session
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 KINDS = ("plain", "dynamix")
+WORLD_SIZES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
 NUM_SAMPLES = 12_288
 SLOWDOWN_S = 1e-4
 """Per sample, of rank 1."""
 _kept: list[nn.Module] = []
 """Models live as long as their process: when DDP's reducer is the last to hold a group of gloo, torch 2.13 waits in the
 group's destructor, with the GIL, for a thread of the group that may be waiting for the GIL to forget its last work."""
+
+
+def num_ranks_of(name: str) -> int:
+    """The ranks of an example: two, or two nodes of two."""
+    return 4 if name == "hsdp" else 2
 
 
 def record(path: Path, *, slow: bool) -> dict[str, Any]:
@@ -76,22 +79,10 @@ def _accuracy(layers: nn.Module) -> float:
     return float((layers(inputs).argmax(1) == (inputs.sum(1) > 0)).float().mean())
 
 
-def _move_sizes() -> None:
-    """Have every step offer unequal sizes: under FSDP no rank knows its own speed."""
-    finish_batch = Session._finish_batch
-
-    def finish(session: Session, batch: Any) -> None:
-        finish_batch(session, batch)
-        offer(session, (160, 96))
-
-    Session._finish_batch = finish  # type: ignore[method-assign]
-
-
 def _write(kind: str, name: str, directory: Path, environ: dict[str, str]) -> None:
     os.environ.update(environ)
-    if name == "fsdp2":
+    if name in ("fsdp2", "hsdp"):
         dist.init_process_group("gloo")
-        _move_sizes()
     found = record(EXAMPLES / f"{name}_{kind}.py", slow=kind == "dynamix")
     torch.save(found, directory / f"{kind}{environ['RANK']}.pt")
     if dist.is_initialized():
@@ -99,13 +90,14 @@ def _write(kind: str, name: str, directory: Path, environ: dict[str, str]) -> No
 
 
 def _run(kind: str, name: str, directory: Path) -> bool:
-    """Run two ranks of a script with the environment that torchrun gives them; whether both came to their end."""
+    """Run the ranks of a script with the environment that torchrun gives them; whether all came to their end."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    num_ranks = f"{num_ranks_of(name)}"
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"} | dict.fromkeys(WORLD_SIZES, num_ranks)
     fork = multiprocessing.get_context("fork")
     ranks = []
-    for rank in "01":
+    for rank in map(str, range(int(num_ranks))):
         environ = {**world, "TORCHELASTIC_RUN_ID": kind, "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": "0"}
         ranks.append(fork.Process(target=_write, args=(kind, name, directory, environ), daemon=True))
         ranks[-1].start()

@@ -43,7 +43,7 @@ def distribute(model: nn.Module) -> DistributedDataParallel:
 
 
 def begin_job(
-    data: Any, model: nn.Module | None = None, *, rate: float = 0.05, **options: Any
+    data: Any, model: nn.Module | None = None, *, rate: float = 0.05, optimizer: Any = None, **options: Any
 ) -> tuple[Session, nn.Module, Any]:
     """Attach to a job without a bus that trains by SGD with momentum: session, model and optimizer.
 
@@ -51,7 +51,7 @@ def begin_job(
     """
     if model is None:
         model = distribute(make_model(data.inputs.dtype if isinstance(data, Numbered) else torch.float64))
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     chosen: dict[str, Any] = {
         "local_batch_size": 8,
         "min_local_batch_size": 0,

@@ -7,12 +7,10 @@ from typing import Any
 import torch
 from tests.support.loops import gradient_of
 from tests.support.ranks import each_case, run_ranks
-from tests.support.training import Numbered, begin_job, make_model, offer
+from tests.support.training import Numbered, begin_job, offer
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.fsdp import fully_shard
 
-from dynamix.schemas.messages import Message, Report
 from dynamix.trainer.data.orders import epoch_order
 from dynamix.trainer.gradient.noise import is_measured
 
@@ -86,40 +84,6 @@ def compare_with_one_batch(rank: int, reduction: str, options: dict[str, Any]) -
         counts.append(plan.counts.values)
     session.close()
     return {"error": max(errors), "norm_error": max(norm_errors, default=0.0), "counts": counts}
-
-
-def _compare_fsdp(_rank: int) -> dict[str, Any]:
-    """The largest relative error of FSDP2's gradients, which it averages over ranks, with the loss scaled by us."""
-    data = Numbered(601)
-    alone, sharded = make_model(), make_model()
-    fully_shard(sharded)
-    session, _, optimizer = begin_job(data, sharded, rate=0.0, local_batch_size=(9, 40), window_steps=1)
-    reports: list[Message] = []
-    session._transport.publish = reports.append  # type: ignore[method-assign]
-    order = epoch_order(len(data), 0, 0, shuffle=True).tolist()
-    errors = []
-    for inputs, targets, _ in session.loader:
-        batch = session.loader.current
-        assert batch is not None
-        plan = batch.plan
-        loss = nn.functional.cross_entropy(sharded(inputs), targets)
-        optimizer.zero_grad()
-        session.scale_loss(loss).backward()
-        whole = _gradient(alone, data, order[plan.offset : plan.offset + plan.counts.total])
-        parts = [parameter.grad.full_tensor().flatten() for parameter in sharded.parameters()]  # type: ignore[union-attr]
-        errors.append(float((torch.cat(parts) - whole).abs().max() / whole.abs().max()))
-        optimizer.step()
-        offer(session, [(9, 40), (50, 3), (0, 20)][plan.step % 3])
-        session.step(loss)
-    session.close()
-    rows = [row for report in reports if isinstance(report, Report) for row in report.rows]
-    return {"error": max(errors), "times_split": [row.times_split for row in rows]}
-
-
-def test_under_fsdp_the_scaled_loss_gives_the_gradient_of_one_big_batch() -> None:
-    results = run_ranks(_compare_fsdp, 2)
-    assert max(result["error"] for result in results) < 1e-12
-    assert set(results[0]["times_split"]) == {False}  # no hook sees where waiting for others begins
 
 
 def test_the_weighted_gradient_equals_one_big_batch() -> None:

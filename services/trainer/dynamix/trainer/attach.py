@@ -4,7 +4,6 @@ import gc
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack
 from urllib.parse import urlsplit
@@ -12,6 +11,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from dynamix.runtime.settings import BusSettings, node_name
@@ -28,8 +28,9 @@ from dynamix.trainer.data.loader import (
 from dynamix.trainer.data.orders import DataIdentity, DistributedOrders, OwnSampler, Permutations
 from dynamix.trainer.data.plan import Division
 from dynamix.trainer.data.source import source_of
+from dynamix.trainer.exchange.layout import Layout
 from dynamix.trainer.exchange.nodes import Nodes
-from dynamix.trainer.exchange.plan import ExchangePlan
+from dynamix.trainer.exchange.plan import ExchangePlan, ModelExchange
 from dynamix.trainer.exchange.servers import GradientServers
 from dynamix.trainer.gradient.clock import Clock, DeviceClock
 from dynamix.trainer.gradient.hook import BaseHook, CoveredModels, GradientHook, Reduction, StepWeights
@@ -40,6 +41,7 @@ from dynamix.trainer.gradient.models import (
     Weighting,
     averaging_of,
     check_accumulation,
+    is_replicated,
     needs_equal_steps,
     unwrapped,
     unwrapped_optimizer,
@@ -127,8 +129,9 @@ def attach(
     epoch. Without a bus, or without an action, the job keeps its sizes. A single process needs no process group.
 
     Args:
-        model: a `DistributedDataParallel` model, a sharded one (FSDP), or one whose gradients a framework averages over
-            ranks (`weighting="loss"`); several as a list. Wrappers of `torch.compile` and frameworks are removed.
+        model: a `DistributedDataParallel` model, a sharded one (FSDP2; FSDP1 with `session.scale_loss`), or one whose
+            gradients a framework averages over ranks (`weighting="loss"`); several as a list. Wrappers of
+            `torch.compile` and frameworks are removed.
         optimizer: its learning rates are scaled for the samples of each step, by `learning_rate_rule`; or a list.
         data: the script's `DataLoader`, whose data set, batch size, sampler, `drop_last`, workers, `collate_fn` and
             `generator` stay: of equal batches each rank has the samples of plain training, without those that a
@@ -164,12 +167,13 @@ def attach(
         base_global_batch_size: global batch size that the learning rate was chosen for. Default: the initial sum.
         learning_rate_rule: `sqrt`, `linear` or `none`, of the global batch size over `base_global_batch_size`.
         reduction: how the loss combines its samples, `mean` or `sum`.
-        weighting: `hook` (DDP), `loss` (call `session.scale_loss`), or `auto` by the model's type.
+        weighting: `hook` (DDP, FSDP2 on CPUs), `loss` (call `session.scale_loss`), or `auto` by the model's type.
         base_hook: your own DDP communication hook, called with None as its state: bind a state by `functools.partial`.
             It must average over ranks, as torch's do.
         exchange: what decisions may do to the gradient exchange: `exact` permits other routes and lossless codecs,
             `lossy` also rounding, with the error added to the next step's gradient, `local` also several steps between
-            two averagings. An `Exchange` sets it for the whole run instead. It needs our own hook.
+            two averagings. An `Exchange` sets it for the whole run instead. It needs our own hook, under
+            FSDP2 on a mesh inside of each node.
         optimizer_family: `sgd` or `adam` for the reward. Default: by the optimizer's class.
         policy: name of the policy. Default: `split`, or `rule` with an adaptive global batch. Under both the ranks
             divide the global batch by their measured speeds from the first step on, with or without a bus; under
@@ -342,8 +346,10 @@ def _gradients(
     options, is_first = run.options, run.place.rank == 0
     by_samples = given["count_tokens"] is None and given["token_counts"] is None
     servers = GradientServers(options.gradient_servers, run.identity.job, run.place.rank, collectives.world_size)
-    nodes = Nodes.among(run.identity.hosts, run.place.rank)
-    exchanges = ExchangePlan(run.schedule, servers, nodes, is_decided=options.supports_tracking)
+    is_ddp = all(isinstance(each, DistributedDataParallel) for each in models)
+    nodes = Nodes.among(run.identity.hosts, run.place.rank) if is_ddp else None
+    is_decided = options.supports_tracking and all(map(is_replicated, models))
+    exchanges = ExchangePlan(run.schedule, servers, nodes, is_decided=is_decided)
     losses, sizes = None, options.local_batch_sizes
     if is_first and len(sizes) > 1 and (options.policy != "static" or len(set(sizes)) > 1):
         losses = LossWarnings(
@@ -361,14 +367,30 @@ def _gradients(
         if options.reduction == "sum"
         else None,
     )
-    make_hook = partial(
-        GradientHook,
-        clock=clock,
-        weights=weights,
-        reduction=options.reduction,
-        base_hook=given["base_hook"],
-        losses=losses,
-    )
+
+    def make_hook(model: torch.nn.Module, exchange: ModelExchange) -> GradientHook:
+        """The hook of a model; of a sharded one a collective."""
+        shared: dict[str, Any] = {
+            "model_exchange": exchange,
+            "clock": clock,
+            "weights": weights,
+            "reduction": options.reduction,
+            "base_hook": given["base_hook"],
+            "losses": losses,
+        }
+        layout = None if isinstance(model, DistributedDataParallel) else Layout.of(model)
+        assert not isinstance(layout, str), "refused before"
+        layout = layout and layout.met(model, collectives.gather_objects)
+        copies = layout if layout and layout.peers else None
+        if covered_models.models and (copies and copies.peers) != (exchanges.layout and exchanges.layout.peers):
+            raise ValueError("models with a copy on each node and others exclude each other: attach them on their own")
+        exchanges.layout = copies
+        if layout is None:
+            return GradientHook(group=model.process_group, **shared)
+        from .gradient.shards import ShardHook  # noqa: PLC0415 - DDP needs none
+
+        return ShardHook(group=dist.group.WORLD, layout=layout, **shared)
+
     covered_models = CoveredModels(
         make_hook=make_hook if averaging == "hook" else None,
         reduction=options.reduction,
@@ -397,7 +419,7 @@ def _gradients(
     covered_models.refuse_others()
     if measures_nodes:
         exchanges.measure_nodes(models)
-    run.use_identity(run.identity._replace(hosts=exchanges.nodes.ranks if exchanges.nodes else ()))
+    run.use_identity(run.identity._replace(num_replicas=exchanges.num_replicas))
     local_steps = LocalSteps(
         *(exchanges, covered_models, updates, collectives.gather_objects, options.noise_every),
     )

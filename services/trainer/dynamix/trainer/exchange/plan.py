@@ -21,7 +21,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import Tensor
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.runtime.extensions import Group, extension_names, load_extension
@@ -45,6 +47,7 @@ from .codec import (
     side_by_side,
     sum_together,
 )
+from .layout import Layout
 from .narrow import Cast, Int8, NarrowExchange
 from .nodes import (
     MEASURED,
@@ -59,7 +62,7 @@ from .nodes import (
 )
 from .rows import RowsExchange
 from .servers import GradientServers, ServedGroup
-from .transport import break_group, keep_for_ever, perform, timeout_of
+from .transport import LentTensor, break_group, keep_for_ever, launched, perform, timeout_of
 
 _log = logging.getLogger("dynamix.trainer")
 
@@ -141,15 +144,19 @@ class ExchangePlan:
         self._is_decided = is_decided and self.world_size > 1
         self.nodes = nodes if self._is_decided and not servers.addresses else None
         """Where ranks of a node sum among themselves first; `None` elsewhere."""
+        self.layout: Layout | None = None
+        """Of sharded models: their buckets are summed among the ranks with the same shard."""
         self._timeout: timedelta | None = None
         self._pipeline: Pipeline | None = None
         self.on_connect: Callable[[], None] = lambda: None
         """Called when the ranks have made new connections, on all of them in the same step."""
 
-    def of_model(self, model: DistributedDataParallel) -> "ModelExchange":
+    def of_model(self, model: Module) -> "ModelExchange":
         """The exchange of a model's buckets; its group's time-out is that of the exchange."""
-        self._timeout = self._timeout or timeout_of(model.process_group)
-        return ModelExchange(self, {parameter: name for name, parameter in model.module.named_parameters()})
+        is_ddp = isinstance(model, DistributedDataParallel)
+        self._timeout = self._timeout or timeout_of(model.process_group if is_ddp else dist.group.WORLD)
+        named = (model.module if is_ddp else model).named_parameters()
+        return ModelExchange(self, {parameter: name for name, parameter in named})
 
     def measure_nodes(self, models: Sequence[torch.nn.Module]) -> None:
         """Keep the node level if sums of the first model's gradient are faster with it; a collective."""
@@ -201,9 +208,29 @@ class ExchangePlan:
     def pipeline(self) -> "Pipeline":
         """The pipeline of collectives; the first call makes it, a collective."""
         if self._pipeline is None:
-            self._pipeline = Pipeline(self._timeout, self._servers, self.nodes)
+            peers = self.layout.peers if self.layout else ()
+            self._pipeline = Pipeline(self._timeout, self._servers, self.nodes, peers)
             self.on_connect()
         return self._pipeline
+
+    def sum_shards(self, numbers: Tensor) -> None:
+        """Add up numbers on the CPU over the shards of a model, in place; nothing where a rank has it whole."""
+        if self.layout is not None:
+            launched(self.layout.shard_group.allreduce, [LentTensor(numbers).alias]).wait()
+
+    @property
+    def together(self) -> tuple[int, ...]:
+        """The ranks that step as one in local steps: this one, or those of its node."""
+        if self.layout is not None:
+            return self.layout.inside
+        return (self.rank,) if self.nodes is None else self.nodes.inside
+
+    @property
+    def num_replicas(self) -> int:
+        """How many exchange gradients where those of a node sum them first; 0 where all ranks do."""
+        if self.layout is not None:
+            return len(self.layout.peers)
+        return 0 if self.nodes is None else len(self.nodes.ranks)
 
     def close(self) -> None:
         """End what runs in the background. No collective."""
@@ -227,11 +254,16 @@ class ModelExchange:
     def begin(self, step: StepExchange) -> None:
         """Begin a step: the buckets that follow are sent by its exchange."""
         if self._step is None or step.exchange != self._step.exchange:
-            plan, nodes = self.plan, self.plan.nodes
-            if nodes is None:
-                self._member = member_of(step.exchange, plan.rank, plan.world_size, plan.num_servers)
+            plan, exchange = self.plan, step.exchange
+            if plan.layout is not None:
+                peers = plan.layout.peers
+                shares = tuple(exchange.shares[rank] for rank in peers) if exchange.shares else ()
+                exchange = replace(exchange, shares=shares if any(shares) else ())
+                self._member = member_of(exchange, peers.index(plan.rank), len(peers))
+            elif (nodes := plan.nodes) is not None:
+                self._member = member_of(nodes.between(exchange), nodes.peers.index(plan.rank), len(nodes.ranks))
             else:
-                self._member = member_of(nodes.between(step.exchange), nodes.peers.index(plan.rank), len(nodes.ranks))
+                self._member = member_of(exchange, plan.rank, plan.world_size, plan.num_servers)
         self._step = step
 
     def send(self, bucket: BucketView, beside: Sequence[Tensor] = ()) -> "Sent":
@@ -354,13 +386,15 @@ class Pipeline:
         timeout: timedelta | None = None,
         servers: GradientServers | None = None,
         nodes: Nodes | None = None,
+        peers: tuple[int, ...] = (),
     ) -> None:
-        """A collective call; `timeout` is that of the groups, torch's own when not given.
+        """A collective call; `timeout` is that of the groups, torch's own when not given; of all ranks, or of `peers`.
 
         Raises:
             RuntimeError: when a server cannot be reached, or does not join.
         """
-        groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
+        whose = {"ranks": list(peers), "use_local_synchronization": True} if peers else {}
+        groups = [dist.new_group(backend="gloo", timeout=timeout, **whose) for _ in range(2)]
         served: list[ServedGroup] | list[None] = [None, None]
         if servers is not None and servers.addresses:
             served = servers.join(groups[0], timeout)

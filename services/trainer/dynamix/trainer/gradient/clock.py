@@ -72,11 +72,12 @@ class Clock:
         self._fetches: list[tuple[Moment, Moment]] = []
         self._waits: list[tuple[Moment, Moment]] = []
         self._averaging: tuple[Moment, Moment] | None = None
-        self._in_step = False
+        self.in_step = False
+        """Whether a batch of a step was handed out, and the step has not ended."""
 
     def asked(self) -> None:
         """The script requests a batch: the step's first, or a further micro-batch."""
-        if self._in_step:
+        if self.in_step:
             self._asked_again = self._now(None)
         else:
             self._asked = self._now(None)
@@ -84,16 +85,16 @@ class Clock:
     def handed_out(self, num_samples: int = 0) -> None:
         """The batch goes to the user's code; `num_samples` of it count."""
         now = self._now(None)
-        if self._in_step:
+        if self.in_step:
             self._fetches.append((self._asked_again, now))
             self._num_samples += num_samples
         else:
-            self._handed_out, self._num_samples, self._in_step = now, num_samples, True
+            self._handed_out, self._num_samples, self.in_step = now, num_samples, True
 
     def discard(self) -> None:
         """Forget the step under way: the script left it."""
         self._handed_out = self._ready = self._reduced = None
-        self._fetches, self._waits, self._averaging, self._in_step = [], [], None, False
+        self._fetches, self._waits, self._averaging, self.in_step = [], [], None, False
 
     def gradient_ready(self) -> None:
         """This rank's last bucket of a gradient is ready to be reduced."""

@@ -36,7 +36,7 @@ from dynamix.trainer.exchange.transport import LentTensor, launched
 
 from .clock import Clock
 from .losses import LossWarnings
-from .models import set_gradient_sync
+from .models import accumulated, exchanges_gradient, is_sharded, is_weighed, set_gradient_sync
 from .noise import NOT_MEASURED, NormSketch, SquaredNorms, StepSketches
 
 _log = logging.getLogger("dynamix.trainer")
@@ -334,6 +334,30 @@ class GradientHook:
         self._step: _Step
         self.average_plainly()
 
+    def register(self, model: Any) -> None:
+        """Weigh the gradients of a model, for which no other session does so.
+
+        Raises:
+            RuntimeError: when it has a hook already.
+        """
+        place = _places.get(model)
+        if place is None:
+            place = _HookPlace()
+            self._install(model, place)
+            _places[model] = place
+        elif not (place.hook is None or place.hook.is_retired):
+            raise RuntimeError("another session covers the model: end that one first, session.close()")
+        place.hook = self
+
+    def _install(self, model: Any, place: "_HookPlace") -> None:
+        """Have the model reduce by the hook in this place, now and in later sessions."""
+        try:
+            model.register_comm_hook(None, place.reduce)
+        except RuntimeError as error:
+            raise RuntimeError(
+                "the model has a communication hook already: do not register it, pass it to attach as base_hook"
+            ) from error
+
     def begin(self, batch: MicroBatch, exchange: StepExchange | None, *, measures: bool, shares_times: bool) -> None:
         """Begin a step with its last batch; earlier ones are in its scale by then.
 
@@ -519,7 +543,7 @@ class CoveredModels:
     micro-batch.
     """
 
-    make_hook: Callable[..., GradientHook] | None
+    make_hook: Callable[[torch.nn.Module, ModelExchange], GradientHook] | None
     """`None` where losses are scaled, or there is nothing to exchange; else `exchange` says how."""
     reduction: Reduction
     weights: StepWeights
@@ -556,30 +580,18 @@ class CoveredModels:
         if any(model is each for each in self.models):
             raise RuntimeError("the model is covered already: name each model once")
         if self.make_hook is not None:
-            if not isinstance(model, DistributedDataParallel):
+            if not is_weighed(model):
                 raise ValueError(
-                    f"{type(model).__name__} is not under DistributedDataParallel, but another model of the session "
-                    "is: wrap it too"
+                    f"{type(model).__name__} is not under DistributedDataParallel or fully_shard, but another model of "
+                    "the session is: wrap it too"
                 )
             if any(hasattr(each, "_in_backward_optimizers") for each in model.parameters()):
                 raise ValueError(
                     "the parameters are updated inside of the backward pass (_apply_optimizer_in_backward), for which "
                     "DistributedDataParallel takes its one communication hook: call optimizer.step() after it instead"
                 )
-            hook = self.make_hook(group=model.process_group, model_exchange=self.exchange.of_model(model))
-            place = _places.get(model)
-            if place is None:
-                place = _HookPlace()
-                try:
-                    model.register_comm_hook(None, place.reduce)
-                except RuntimeError as error:
-                    raise RuntimeError(
-                        "the model has a communication hook already: do not register it, pass it to attach as base_hook"
-                    ) from error
-                _places[model] = place
-            elif not (place.hook is None or place.hook.is_retired):
-                raise RuntimeError("another session covers the model: end that one first, session.close()")
-            place.hook = hook
+            hook = self.make_hook(model, self.exchange.of_model(model))
+            hook.register(model)
             self._hooks.append(hook)
             self._handles.append(model.register_forward_pre_hook(_SessionHook(self, CoveredModels.note_forward)))
         elif self.weighs_alone:
@@ -594,7 +606,9 @@ class CoveredModels:
             register_module_module_registration_hook(_SessionHook(self, CoveredModels.watch_registered))
         )
         for found in gc.get_objects():
-            if issubclass(type(found), DistributedDataParallel):
+            if issubclass(type(found), torch.nn.Module) and (
+                isinstance(found, DistributedDataParallel) or hasattr(type(found), "_get_fsdp_state")
+            ):
                 self._watch(found)
 
     def ignore(self, model: torch.nn.Module) -> None:
@@ -614,13 +628,15 @@ class CoveredModels:
         """Raise RuntimeError when the model is trained and still not covered."""
         if model.training and torch.is_grad_enabled() and not self._covers(model):
             raise RuntimeError(
-                "a second DistributedDataParallel model is trained, which the session does not weigh: pass all models "
-                "and optimizers to attach as lists, or call session.cover(model, optimizer); one that has batches of "
-                "its own, equally long on all ranks, is left alone after session.ignore(model)"
+                f"a second {'sharded' if is_sharded(model) else 'DistributedDataParallel'} model is trained, which the "
+                "session does not weigh: pass all models and optimizers to attach as lists, or call "
+                "session.cover(model, optimizer); one that has batches of its own, equally long on all ranks, is left "
+                "alone after session.ignore(model)"
             )
 
     def _covers(self, model: torch.nn.Module) -> bool:
-        return any(model is each for each in (*self.models, *self._ignored))
+        """Whether it is covered or ignored; of a sharded model every part is one by its type."""
+        return any(model is part for each in (*self.models, *self._ignored) for part in each.modules())
 
     def broadcast_buffers(self) -> None:
         """Restore DDP's broadcasts of buffers."""
@@ -673,11 +689,11 @@ class CoveredModels:
     def _rescale(self, before: int, count: int) -> None:
         """Bring what was added up with the weight `before` into the scale of the weight `count`."""
         parameters = [each for model in self.models for each in model.parameters() if each.grad is not None]
-        if not parameters:
+        gradients = [each for model in self.models for each in accumulated(model)]
+        if not gradients:
             raise RuntimeError(DROPPED)
-        gradients = [each.grad for each in parameters if each.grad is not None]
-        if not any(getattr(model, "gradient_as_bucket_view", False) for model in self.models):
-            self._probe = parameters[0], gradients[0]
+        if parameters and not any(getattr(model, "gradient_as_bucket_view", False) for model in self.models):
+            self._probe = parameters[0], parameters[0].grad  # type: ignore[assignment]
         if self.make_hook is None:
             return  # `scale_loss` weighs
         if before == 0:  # not times zero: a dummy batch may have made it NaN
@@ -719,7 +735,7 @@ class CoveredModels:
         # a compiled model's hooks are compiled too: what they read would be compiled for each of its values
         if self.losses is not None and not torch.compiler.is_compiling() and torch.is_grad_enabled():
             self.losses.forward_begins(model)
-        if batch is not None and batch.is_last and not model.require_backward_grad_sync and torch.is_grad_enabled():
+        if batch is not None and batch.is_last and torch.is_grad_enabled() and not exchanges_gradient(model):
             self._saw_no_sync = True
         if batch is None and model.training and torch.is_grad_enabled():
             self._num_alone += 1

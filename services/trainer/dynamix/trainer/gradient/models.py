@@ -1,8 +1,9 @@
 """The user's models: unwrapped, and told apart by who averages their gradients.
 
-A model under `DistributedDataParallel` is weighed by its communication hook. Sharded models (FSDP) average gradients
-themselves: the loss is scaled. Any other model in a world of several ranks is refused, unless the script says that a
-framework averages its gradients: unweighted or unaveraged gradients train wrong without a word.
+A model under `DistributedDataParallel` is weighed by its communication hook, one under FSDP2 by its reduce-scatter
+(`shards.py`). Where neither can be replaced (FSDP1, GPUs) the loss is scaled. Any other model in a world of several
+ranks is refused, unless the script says that a framework averages its gradients: unweighted or unaveraged gradients
+train wrong without a word.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+from dynamix.trainer.exchange.layout import Layout, sharded_groups
 
 Weighting = Literal["auto", "hook", "loss"]
 """How gradients are weighted, as the script sets it; `auto` depends on the models' types."""
@@ -49,6 +52,19 @@ def unwrapped_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
+def is_weighed(model: torch.nn.Module) -> bool:
+    """Whether a hook of ours can weigh the gradients of a model."""
+    return isinstance(model, DistributedDataParallel) or (is_sharded(model) and isinstance(Layout.of(model), Layout))
+
+
+def is_replicated(model: torch.nn.Module) -> bool:
+    """Whether our hook sends gradients between copies of a model; FSDP2's own sums can only be weighed."""
+    if isinstance(model, DistributedDataParallel) or not is_sharded(model):
+        return True
+    layout = Layout.of(model)
+    return isinstance(layout, Layout) and layout.has_copies
+
+
 def averaging_of(models: Sequence[torch.nn.Module], weighting: Weighting, world_size: int) -> Averaging:
     """The averaging that weights the gradients of these models.
 
@@ -64,9 +80,12 @@ def averaging_of(models: Sequence[torch.nn.Module], weighting: Weighting, world_
                 "DistributedDataParallel or FSDP2 (fully_shard)"
             )
     are_ddp = [isinstance(model, DistributedDataParallel) for model in models]
-    if weighting == "hook" and not all(are_ddp):
-        raise ValueError('weighting="hook" needs a DistributedDataParallel model: use weighting="loss"')
-    if weighting != "loss" and all(are_ddp):
+    are_weighed = weighting != "loss" and all(map(is_weighed, models))
+    if weighting == "hook" and not are_weighed:
+        raise ValueError(
+            'weighting="hook" needs a DistributedDataParallel model, or fully_shard on CPUs: use weighting="loss"'
+        )
+    if are_weighed:
         for name, module in (found for model in models for found in unwrapped(model).named_modules()):
             if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
                 raise ValueError(
@@ -115,6 +134,23 @@ def set_gradient_sync(model: torch.nn.Module, *, exchanged: bool) -> None:
         model.require_backward_grad_sync = exchanged
     elif callable(switch := getattr(model, "set_requires_gradient_sync", None)):  # FSDP2
         switch(exchanged)
+
+
+def exchanges_gradient(model: Any) -> bool:
+    """Whether the next backward pass exchanges the gradient of a model that hooks weigh."""
+    if isinstance(model, DistributedDataParallel):
+        return bool(model.require_backward_grad_sync)
+    return all(group.reduce_grads for group in sharded_groups(model))
+
+
+def accumulated(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The gradients that were added up and not exchanged yet; FSDP2 keeps them whole."""
+    found = [each.grad for each in model.parameters()]
+    for group in sharded_groups(model):
+        for each in group.fsdp_params:
+            whole = getattr(each, "_unsharded_param", None)
+            found += [each.unsharded_accumulated_grad, None if whole is None else whole.grad]
+    return [each for each in found if each is not None]
 
 
 def needs_equal_steps(models: Sequence[torch.nn.Module]) -> bool:

@@ -97,6 +97,8 @@ class JobIdentity(NamedTuple):
     max_local_batch_sizes: tuple[int, ...]
     hosts: tuple[tuple[int, ...], ...] = ()
     """The ranks that one launcher started on one node, for each; empty where they do not sum gradients first."""
+    num_replicas: int = 0
+    """How many exchange gradients where those of a host sum them first; 0 where all ranks do."""
 
 
 def propose_job(name: str, configured: str, launch: Launch, run_id: str = "") -> str:

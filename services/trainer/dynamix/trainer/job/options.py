@@ -49,7 +49,7 @@ from dynamix.trainer.exchange.rows import table_share
 from dynamix.trainer.exchange.servers import split_address
 from dynamix.trainer.gradient.hook import Reduction
 from dynamix.trainer.gradient.learning_rate import Rule
-from dynamix.trainer.gradient.models import Averaging
+from dynamix.trainer.gradient.models import Averaging, is_replicated, is_sharded
 
 _log = logging.getLogger("dynamix.trainer")
 
@@ -258,7 +258,10 @@ def options_of(
         ValueError: for what cannot work.
     """
     exchange, servers = served_exchange(given["exchange"], gradient_servers)
-    _check_hooks(given, averaging, len(models), optimizers, exchange)
+    has_copies = averaging == "hook" and all(map(is_replicated, models))
+    if servers and any(map(is_sharded, models)):
+        raise ValueError("gradient servers need DistributedDataParallel models: a shard is summed over its copies")
+    _check_hooks(given, averaging, models, optimizers, exchange)
     sizes = checked("local_batch_size", given["local_batch_size"], AtLeast0 | tuple[AtLeast0, ...])
     sizes = (sizes,) * world_size if isinstance(sizes, int) else sizes
     if len(sizes) != world_size:
@@ -293,7 +296,7 @@ def options_of(
         },
         "optimizer_family": given["optimizer_family"] or ("adam" if _is_adaptive(optimizers[0]) else "sgd"),
         "supports_tracking": is_ours,
-        "supports_exchange": is_ours and not isinstance(exchange, Exchange),
+        "supports_exchange": is_ours and has_copies and not isinstance(exchange, Exchange),
         "exchange": "exact" if isinstance(exchange, Exchange) else exchange,
         "fixed_exchange": exchange if isinstance(exchange, Exchange) else None,
         "gradient_servers": servers,
@@ -306,15 +309,17 @@ def options_of(
 def _check_hooks(
     given: Mapping[str, Any],
     averaging: Averaging,
-    num_models: int,
+    models: Sequence[torch.nn.Module],
     optimizers: Iterable[torch.optim.Optimizer],
     exchange: ExchangePermission | Exchange,
 ) -> None:
     """Raise ValueError for what the communication hook cannot carry out, saying how to fix it."""
     base_hook = given["base_hook"]
-    if averaging != "hook" and base_hook is not None:
-        raise ValueError('base_hook is for weighting="hook": register it on the model yourself')
-    if base_hook is not None and num_models > 1:
+    if base_hook is not None and (averaging != "hook" or any(map(is_sharded, models))):
+        raise ValueError(
+            'base_hook is for DistributedDataParallel and weighting="hook": register it on the model yourself'
+        )
+    if base_hook is not None and len(models) > 1:
         raise ValueError("base_hook belongs to one model: attach one model with it, without a list")
     what = f"exchange={exchange.label if isinstance(exchange, Exchange) else exchange!r}"
     if exchange not in ("exact", EXACT) and averaging == "loss":
@@ -322,10 +327,21 @@ def _check_hooks(
             f'{what} needs weighting="hook" on a DistributedDataParallel model: FSDP and frameworks that '
             "average gradients exchange them on their own"
         )
+    if exchange not in ("exact", EXACT) and averaging == "hook" and not all(map(is_replicated, models)):
+        raise ValueError(
+            f"{what}: FSDP2 sends these gradients itself; for a hook between the nodes shard inside of each, "
+            'fully_shard(model, mesh=mesh["shard"]) with init_device_mesh("cpu", (nodes, ranks), mesh_dim_names='
+            '("node", "shard"))'
+        )
     if exchange not in ("exact", EXACT) and base_hook is not None:
         raise ValueError(f"{what} and a base_hook exclude each other: what the hook sends is its own")
-    if not (exchange == "local" or (isinstance(exchange, Exchange) and exchange.every > 1)):
-        return
+    if exchange == "local" or (isinstance(exchange, Exchange) and exchange.every > 1):
+        _check_local_steps(given, optimizers, exchange)
+
+
+def _check_local_steps(
+    given: Mapping[str, Any], optimizers: Iterable[torch.optim.Optimizer], exchange: ExchangePermission | Exchange
+) -> None:
     if given["count_tokens"] is not None:
         raise ValueError(
             "local steps and count_tokens exclude each other, since all ranks must know what counts: pass token_counts"

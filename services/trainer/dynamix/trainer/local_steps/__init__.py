@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dynamix.schemas.messages.allocation import Exchange
 from dynamix.trainer.data.plan import StepPlan
 from dynamix.trainer.exchange.codec import BucketPart, BucketView, Largest, Residuals, just
+from dynamix.trainer.exchange.layout import local
 from dynamix.trainer.exchange.nodes import sum_plainly
 from dynamix.trainer.exchange.plan import ExchangePlan, ModelExchange, Sent, StepExchange, keeps_residuals
 from dynamix.trainer.gradient.hook import CoveredModels, TimeSlots
@@ -31,6 +32,9 @@ from dynamix.trainer.gradient.learning_rate import Updates
 from dynamix.trainer.gradient.noise import NOT_MEASURED, RoundMeasurement, SquaredNorms, StepSketches
 
 _log = logging.getLogger("dynamix.trainer")
+
+BUCKET_BYTES = 25 * 2**20
+"""Of a sharded model, as DDP's are by default."""
 
 
 def mean_counts(num_samples: Iterable[int], num_steps: int) -> tuple[int, ...]:
@@ -68,12 +72,13 @@ class FlatBucket:
     def __init__(self, number: int, named: Sequence[tuple[str, Tensor]]) -> None:
         """Note where all of them are now, in float32 or float64."""
         self._number = number
-        self._tensors = [each.detach() for _, each in named]
+        self._tensors = [local(each.detach()) for _, each in named]
         is_double = any(each.dtype == torch.float64 for each in self._tensors)
         self._dtype = torch.float64 if is_double else torch.float32
         ends = itertools.pairwise(itertools.accumulate((each.numel() for each in self._tensors), initial=0))
         self._parts = tuple(
-            BucketPart(key, start, stop, each.shape) for (key, each), (start, stop) in zip(named, ends, strict=True)
+            BucketPart(key, start, stop, each.shape)
+            for (key, _), each, (start, stop) in zip(named, self._tensors, ends, strict=True)
         )
         self._start = self._flat()
 
@@ -194,9 +199,7 @@ class LocalSteps:
         """Of a step's samples, those of this rank's gradient, which may be that of its node."""
         if not self.is_begun:
             return 1.0
-        nodes = self.exchange.nodes
-        ranks = (self.exchange.rank,) if nodes is None else nodes.inside
-        return sum(plan.counts.values[rank] for rank in ranks) / plan.counts.total
+        return sum(plan.counts.values[rank] for rank in self.exchange.together) / plan.counts.total
 
     def outer_momentum(self) -> list[dict[str, Tensor]]:
         """The momentum of each model's outer steps, by parameter; the same on all ranks, copied to the CPU."""
@@ -216,15 +219,20 @@ class LocalSteps:
         self.exchange.pipeline()
         buckets: list[tuple[ModelExchange, FlatBucket]] = []
         for model, exchange in zip(self.models.models, self.models.exchanges, strict=True):
-            assert isinstance(model, DistributedDataParallel), "others have no exchange"
-            if model.broadcast_buffers and model.modules_buffers:
+            is_ddp = isinstance(model, DistributedDataParallel)  # FSDP2 leaves each rank its buffers
+            if is_ddp and model.broadcast_buffers and model.modules_buffers:
                 is_first = self.exchange.rank == 0
                 share_buffers(model.modules_buffers, exchange, float(is_first), is_first=is_first)
                 model.broadcast_buffers = False
                 self.models.unshared.append(model)
-            trained = [(key, parameter) for parameter, key in exchange.keys.items() if parameter.requires_grad]
+            trained = [
+                (key, parameter)
+                for parameter, key in exchange.keys.items()
+                if parameter.requires_grad and local(parameter).numel()  # a shard may be empty
+            ]
             numbers, _ = c10d._compute_bucket_assignment_by_size(  # noqa: SLF001 - as DDP does, each of one type
-                [parameter for _, parameter in trained], [model.bucket_bytes_cap]
+                [local(parameter.detach()) for _, parameter in trained],
+                [model.bucket_bytes_cap if is_ddp else BUCKET_BYTES],
             )
             for number, indices in enumerate(numbers):
                 buckets.append((exchange, FlatBucket(number, [trained[index] for index in indices])))
@@ -284,8 +292,9 @@ class LocalSteps:
     def _average(self, exchange: Exchange, following: Exchange, *, shares_times: bool) -> tuple[float, RoundDrift]:
         """Give all ranks the mean; returns this rank's weight in it, and the distance of the ranks."""
         assert self._round is not None, "no round"
-        counts = self._round.counts
-        weight = counts[self.exchange.rank] / sum(counts)
+        counts, layout = self._round.counts, self.exchange.layout
+        together = (self.exchange.rank,) if layout is None else layout.inside
+        weight = sum(counts[rank] for rank in together) / sum(counts)
         drift = RoundDrift([], [])
         step = StepExchange(exchange, flushes=not keeps_residuals(exchange, following))
         sent: list[tuple[ModelExchange, FlatBucket, BucketView, Sent]] = []
@@ -308,6 +317,12 @@ class LocalSteps:
             drift.mean.append(torch.dot(view.flat, view.flat))
         if not following.outer_momentum:
             self._velocities.clear()
+        if self.exchange.layout is not None:
+            moved = torch.tensor([sum(map(float, drift.mean))], dtype=torch.float64)
+            self.exchange.sum_shards(moved)
+            drift = RoundDrift(drift.own, [moved.item()])
+        for numbers in beside:
+            self.exchange.sum_shards(numbers)
         if shares_times:
             self._slots.receive()
         self._round, self._num_steps = None, 0
@@ -326,11 +341,14 @@ class LocalSteps:
                 on_device = bool(place.shape) or any(
                     group.get(flag) for group in optimizer.param_groups for flag in ("capturable", "fused")
                 )
-                device = parameter.device if on_device else torch.device("cpu")
-                state[place.name] = torch.zeros(place.shape, dtype=getattr(torch, place.dtype), device=device)
-            tensor: Tensor = state[place.name]
+                device, dtype = parameter.device if on_device else torch.device("cpu"), getattr(torch, place.dtype)
+                like = parameter if place.shape == parameter.shape else torch.empty(place.shape, device=device)
+                state[place.name] = torch.zeros_like(like, dtype=dtype)  # of a shard another one
+            tensor = local(state[place.name].detach())
+            if not tensor.numel():
+                continue
             dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-            value = tensor.detach().to("cpu", dtype, copy=True)
+            value = tensor.to("cpu", dtype, copy=True)
             if place.shape:
                 value = value.mul_(weight) if weight else value.zero_()
             leg = sum_plainly(value, self.exchange.nodes) if place.shape else just(Largest(value))

@@ -126,7 +126,7 @@ class Reporter:
             "initial_exchange": exchange,
             "exact_exposed_s": exact_exposed_s,
             "summary": summary,
-            "num_replicas": len(self.identity.hosts),
+            "num_replicas": self.identity.num_replicas,
         }
         return Job(**shared | own)
 
