@@ -167,7 +167,7 @@ class ShardHook(GradientHook):
         """The backward pass is over: wait for all sums, and exchange the compute times."""
         self._is_queued, step = False, self._step
         times = None
-        if step.times == "due" and not step.is_local:
+        if step.shares_times and not step.is_local:
             times = launched(self.group.allreduce, [self.slots.write_apart(self.clock.seconds_per_sample()).alias])
         self._receive()
         if times is not None:

@@ -96,7 +96,7 @@ class JobIdentity(NamedTuple):
     nodes: tuple[NodeRanks, ...]
     max_local_batch_sizes: tuple[int, ...]
     hosts: tuple[tuple[int, ...], ...] = ()
-    """The ranks that one launcher started on one node, for each; empty where they do not sum gradients first."""
+    """The ranks that one launcher started on one node, for each."""
     num_replicas: int = 0
     """How many exchange gradients where those of a host sum them first; 0 where all ranks do."""
 
