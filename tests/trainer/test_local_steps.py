@@ -407,7 +407,7 @@ def _begun(_rank: int, exposed: float, permission: str) -> tuple[list[Exchange],
 
 def test_ranks_begin_with_cheaper_exchanges_by_themselves_all_at_one_step() -> None:
     rounds, coded = Exchange(codec="int8", every=4), Exchange(codec="int8")
-    cases = [(-1.0, "local"), (-1.0, "lossy"), (1.0, "local"), (-1.0, "exact")]
+    cases = [(-1e9, "local"), (-1e9, "lossy"), (1.0, "local"), (-1e9, "exact")]
     for rank, of_rank in enumerate(run_ranks(each_case, 2, _begun, cases)):
         for (exchanges, initial, is_known), begun in zip(of_rank, (rounds, coded, EXACT, EXACT), strict=True):
             assert exchanges == [EXACT] * 5 + [begun] * (len(exchanges) - 5)  # two steps are timed, three lie ahead

@@ -56,6 +56,8 @@ RINGS = ("none", "rows")
 """Ways in which a rank sends to the next one only, so that its connections show what links carry."""
 LOWER = 0.1
 """Weight of a rate below the one before: a rank with a busy processor shows less than its link carries, never more."""
+BUSY = 0.07
+"""Relative noise of compute times from which on processors are shared, and links cannot be told from them."""
 LINK_WINDOWS = 4
 """Windows that must have shown the links before shares are considered."""
 LOOK_AGAIN = 60
@@ -162,15 +164,17 @@ def choose(job: Job, model: StepTime, memory: ExchangeMemory, current: float) ->
             return Exchange(codec="int8", every=every) if every > 1 else EXACT
     if way_of(newest) == OVER_OWNERS and memory.age >= LOOK_AGAIN:
         return EXACT
-    return _cheapest(job, memory, WORTHWHILE * (base_s + exact_s), may_round=is_exposed or newest.codec == "int8")
+    sees_links = model.noise < BUSY and memory.num_link_windows >= LINK_WINDOWS
+    may_round = is_exposed or newest.codec == "int8"
+    return _cheapest(job, memory, WORTHWHILE * (base_s + exact_s), may_round=may_round, sees_links=sees_links)
 
 
-def _cheapest(job: Job, memory: ExchangeMemory, worthwhile_s: float, *, may_round: bool) -> Exchange:
+def _cheapest(job: Job, memory: ExchangeMemory, worthwhile_s: float, *, may_round: bool, sees_links: bool) -> Exchange:
     """The way that takes least, if it saves so much; half of it where it is the newest decision."""
     ways = [EXACT]
     if job.table_share:
         ways.append(Exchange(codec="rows"))
-    if can_share(job) and memory.num_link_windows >= LINK_WINDOWS:
+    if can_share(job) and sees_links:
         shares = shares_of(memory.rates.tolist())
         ways.append(
             memory.newest if way_of(memory.newest) == OVER_OWNERS else Exchange(route=OVER_OWNERS, shares=shares)
