@@ -85,10 +85,12 @@ def total_bytes(traffic: StepTraffic) -> tuple[Array64, Array64]:
     return sum((each.sent for each in collectives), zero), sum((each.received for each in collectives), zero)
 
 
-def all_reduced(num_bytes: float, world_size: int) -> StepTraffic:
-    """Traffic of an all-reduce of so many bytes that are not part of the gradient."""
-    each_way = np.full(world_size, 2 * (world_size - 1) / world_size * num_bytes)
-    return (BucketTraffic((CollectiveTraffic(each_way, each_way, is_ring=True, num_messages=0),), EXACT.codec, 0.0),)
+def with_numbers(traffic: StepTraffic, num_bytes: float, world_size: int) -> StepTraffic:
+    """Sum so many bytes of other numbers in the messages of the first bucket."""
+    first, *others = traffic
+    more = 2 * (world_size - 1) / world_size * num_bytes / max(1, len(first.collectives))
+    grown = tuple(each._replace(sent=each.sent + more, received=each.received + more) for each in first.collectives)
+    return first._replace(collectives=grown), *others
 
 
 def run_counted(legs: Sequence[Leg]) -> tuple[CollectiveTraffic, ...]:

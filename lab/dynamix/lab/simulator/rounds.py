@@ -18,7 +18,7 @@ from dynamix.trainer.gradient.learning_rate import correct_second_moments
 from dynamix.trainer.gradient.noise import NormSketch, RoundMeasurement
 from dynamix.trainer.local_steps import mean_counts, outer_step
 
-from .exchange import ActiveExchange, Array64, StepTraffic, VirtualExchange, all_reduced
+from .exchange import ActiveExchange, Array64, StepTraffic, VirtualExchange, with_numbers
 from .gradients import Gradients, StepSums, WorkerNorms
 
 MakeOptimizer = Callable[[nn.Parameter], torch.optim.Optimizer]
@@ -108,7 +108,7 @@ class VirtualRounds:
         self.num_steps = 0
         self._num_samples = np.zeros_like(self._num_samples)
         if self._sketch_bytes:
-            traffic += all_reduced(self._sketch_bytes, self._exchange.num_members)
+            traffic = with_numbers(traffic, self._sketch_bytes, self._exchange.num_members)
             self._sketch_bytes = 0
         if following.every == 1 or ends_epoch:
             traffic += self._average_optimizers(parameters, optimizer, weights)
