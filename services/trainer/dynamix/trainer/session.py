@@ -302,7 +302,7 @@ class Session:
             return
         decay = max(0.0, 1.0 - self._num_unaveraged / (AVERAGED_SHARE * self._loader.position.samples_seen))
         for averaged, model in self._averaged:
-            averaged.multi_avg_fn = get_ema_multi_avg_fn(decay)
+            averaged.multi_avg_fn = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
             averaged.update_parameters(model)
         self._num_unaveraged = 0
 
