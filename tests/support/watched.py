@@ -18,6 +18,5 @@ def watched_row(rank: int, steps: Sequence[Step], world_size: int) -> Row:
         link_bytes_per_s=None,
         link_peer=None,
         gradient_bytes=1_000_000,
-        optimizer="SGD",
         notes=[],
     )

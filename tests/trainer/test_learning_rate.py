@@ -70,12 +70,10 @@ def test_second_moments_of_a_part_of_the_samples_have_the_noise_of_all(options: 
     correct_second_moments(optimizer, lambda: shares[0])
 
     def moment(num_steps: int) -> float:
-        squares = 0.0
         for step in range(num_steps):
             weights.grad = torch.full_like(weights, 2.0 * (step % 2))
             optimizer.step()
-            squares = optimizer.state[weights]["exp_avg_sq"].mean().item()
-        return squares
+        return float(optimizer.state[weights]["exp_avg_sq"].mean())
 
     assert (moment(1000) + moment(999)) / 2 == pytest.approx(1.25, rel=0.01)
     shares[0] = 1.0

@@ -35,6 +35,4 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     link_bytes_per_s: float | None
     link_peer: int | None
     gradient_bytes: int
-    optimizer: str
-    """The name of its class."""
     notes: list[str]

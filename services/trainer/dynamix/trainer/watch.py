@@ -75,7 +75,7 @@ class Recorder:
     def __init__(self) -> None:
         self.steps: deque[list[Mark]] = deque(maxlen=10_000)
         """Steps that ended and were not reported yet."""
-        self.device, self.optimizer, self.gradient_bytes = "cpu", "", 0
+        self.device, self.gradient_bytes = "cpu", 0
         self.notes: list[str] = []
         """Notes for the report."""
         self.on_model: Callable[[], None] = lambda: None
@@ -159,11 +159,10 @@ class Recorder:
             self._is_queued = True
             queue(ready)
 
-    def updated(self, optimizer: Any, *_: Any) -> None:
+    def updated(self, *_: Any) -> None:
         """An optimizer has stepped; the step is over if ranks met in it."""
         self.mark(UPDATED)
         if self._was_reduced and threading.get_ident() == self._thread:
-            self.optimizer = type(optimizer).__name__
             self.steps.append(self._marks)
             self._marks, self._was_reduced = self._marks[-1:], False
 
@@ -321,7 +320,6 @@ class Reporter:
             link_bytes_per_s=rate,
             link_peer=peer,
             gradient_bytes=recorder.gradient_bytes,
-            optimizer=recorder.optimizer,
             notes=recorder.notes,
         )
 
