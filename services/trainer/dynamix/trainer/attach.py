@@ -371,6 +371,7 @@ def _gradients(
     def make_hook(model: torch.nn.Module, exchange: ModelExchange) -> GradientHook:
         """The hook of a model; of a sharded one a collective."""
         shared: dict[str, Any] = {
+            "group": getattr(model, "process_group", dist.group.WORLD),
             "model_exchange": exchange,
             "clock": clock,
             "weights": weights,
@@ -386,10 +387,10 @@ def _gradients(
             raise ValueError("models with a copy on each node and others exclude each other: attach them on their own")
         exchanges.layout = copies
         if layout is None:
-            return GradientHook(group=model.process_group, **shared)
+            return GradientHook(**shared)
         from .gradient.shards import ShardHook  # noqa: PLC0415 - DDP needs none
 
-        return ShardHook(group=dist.group.WORLD, layout=layout, **shared)
+        return ShardHook(layout=layout, **shared)
 
     covered_models = CoveredModels(
         make_hook=make_hook if averaging == "hook" else None,

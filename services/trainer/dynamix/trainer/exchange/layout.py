@@ -13,8 +13,8 @@ def sharded_groups(model: torch.nn.Module) -> dict[Any, Any]:
     """FSDP2's groups of parameters, each reduced in one tensor, and the module that `fully_shard` was called on."""
     found: dict[Any, Any] = {}
     for module in model.modules():
-        state = module._get_fsdp_state() if callable(getattr(module, "_get_fsdp_state", None)) else None  # noqa: SLF001
-        for group in getattr(state, "_fsdp_param_groups", ()):
+        state_of: Any = getattr(module, "_get_fsdp_state", None)
+        for group in getattr(state_of and state_of(), "_fsdp_param_groups", ()):
             found.setdefault(group, module)
     return found
 
@@ -114,5 +114,5 @@ def _only_loss(model: torch.nn.Module, groups: Mapping[Any, Any], loose: Sequenc
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a tensor, or all of one that is not sharded."""
-    shard: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
+    shard: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return shard

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import reduce
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -153,10 +153,11 @@ class ExchangePlan:
 
     def of_model(self, model: Module) -> "ModelExchange":
         """The exchange of a model's buckets; its group's time-out is that of the exchange."""
-        is_ddp = isinstance(model, DistributedDataParallel)
-        self._timeout = self._timeout or timeout_of(model.process_group if is_ddp else dist.group.WORLD)
-        named = (model.module if is_ddp else model).named_parameters()
-        return ModelExchange(self, {parameter: name for name, parameter in named})
+        group: Any = dist.group.WORLD
+        if isinstance(model, DistributedDataParallel):
+            group, model = model.process_group, model.module
+        self._timeout = self._timeout or timeout_of(group)
+        return ModelExchange(self, {parameter: name for name, parameter in model.named_parameters()})
 
     def measure_nodes(self, models: Sequence[torch.nn.Module]) -> None:
         """Keep the node level if sums of the first model's gradient are faster with it; a collective."""
@@ -393,7 +394,7 @@ class Pipeline:
         Raises:
             RuntimeError: when a server cannot be reached, or does not join.
         """
-        whose = {"ranks": list(peers), "use_local_synchronization": True} if peers else {}
+        whose: dict[str, Any] = {"ranks": list(peers), "use_local_synchronization": True} if peers else {}
         groups = [dist.new_group(backend="gloo", timeout=timeout, **whose) for _ in range(2)]
         served: list[ServedGroup] | list[None] = [None, None]
         if servers is not None and servers.addresses:

@@ -50,7 +50,6 @@ class ShardHook(GradientHook):
     """What was reduced in the backward pass under way."""
     _own_scale: float = field(default=0.0, init=False)
     """The factor on this rank's gradient that makes it the mean over its own samples, in a local step."""
-    _views: dict[int, BucketView] = field(default_factory=dict, init=False)
 
     def _install(self, model: Any, place: Any) -> None:
         """Have FSDP2 reduce by the hook in this place, now and in later sessions."""
@@ -100,7 +99,7 @@ class ShardHook(GradientHook):
         began, step = time.perf_counter(), self._step
         if not self._is_queued:
             self._is_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_pass)  # type: ignore[attr-defined]  # noqa: SLF001
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_pass)  # noqa: SLF001
             if step.is_local and self.sketch is not None:
                 self.sketch.cells.zero_()
                 self.sketch.local = 0.0
@@ -143,12 +142,8 @@ class ShardHook(GradientHook):
             lent = LentTensor(shard)
             work: dist.Work = launched(peers.allreduce, [lent.alias])
             return work
-        view = self._views.get(number)
-        if view is None or len(view.flat) != len(shard):
-            part = BucketPart(f"shard {number}", 0, len(shard), torch.Size([len(shard)]))
-            view = BucketView(number, shard, (part,))
-        self._views[number] = view._replace(flat=shard)
-        return self.model_exchange.send(self._views[number])
+        part = BucketPart(f"shard {number}", 0, len(shard), torch.Size([len(shard)]))
+        return self.model_exchange.send(BucketView(number, shard, (part,)))
 
     def _receive(self) -> None:
         """Wait for what is under way, and finish it."""

@@ -219,20 +219,21 @@ class LocalSteps:
         self.exchange.pipeline()
         buckets: list[tuple[ModelExchange, FlatBucket]] = []
         for model, exchange in zip(self.models.models, self.models.exchanges, strict=True):
-            is_ddp = isinstance(model, DistributedDataParallel)  # FSDP2 leaves each rank its buffers
-            if is_ddp and model.broadcast_buffers and model.modules_buffers:
-                is_first = self.exchange.rank == 0
-                share_buffers(model.modules_buffers, exchange, float(is_first), is_first=is_first)
-                model.broadcast_buffers = False
-                self.models.unshared.append(model)
+            cap = BUCKET_BYTES
+            if isinstance(model, DistributedDataParallel):  # FSDP2 leaves each rank its buffers
+                cap = model.bucket_bytes_cap
+                if model.broadcast_buffers and model.modules_buffers:
+                    is_first = self.exchange.rank == 0
+                    share_buffers(model.modules_buffers, exchange, float(is_first), is_first=is_first)
+                    model.broadcast_buffers = False
+                    self.models.unshared.append(model)
             trained = [
                 (key, parameter)
                 for parameter, key in exchange.keys.items()
                 if parameter.requires_grad and local(parameter).numel()  # a shard may be empty
             ]
             numbers, _ = c10d._compute_bucket_assignment_by_size(  # noqa: SLF001 - as DDP does, each of one type
-                [local(parameter.detach()) for _, parameter in trained],
-                [model.bucket_bytes_cap if is_ddp else BUCKET_BYTES],
+                [local(parameter.detach()) for _, parameter in trained], [cap]
             )
             for number, indices in enumerate(numbers):
                 buckets.append((exchange, FlatBucket(number, [trained[index] for index in indices])))
