@@ -634,7 +634,7 @@ class Runner:
         }
         if wanted.arm.options is not None:
             environ |= {**self._environ, "DYNAMIX_JOB": job, "DYNAMIX_NODE": f"host-{host.index}"}
-            environ["DYNAMIX_TRAINER_NODES"] = "auto" if wanted.arm.by_node else "off"
+            environ["DYNAMIX_TRAINER_NODES"] = "on" if wanted.arm.by_node else "off"  # links are fast until `begin`
         return Place(
             rank=rank,
             world_size=len(self._hosts),

@@ -165,7 +165,7 @@ def kind_of_step(rank: int, kind: str, exchange: Exchange) -> tuple[torch.Tensor
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_everykind_of_step_can_be_exchanged_and_without_loss_bit_for_bit(kind: str) -> None:
+def test_every_kind_of_step_can_be_exchanged_and_without_loss_bit_for_bit(kind: str) -> None:
     """The gradients do not depend on parameters, so that the mean of a round of local steps is that of single ones."""
     codecs = [Exchange(codec=codec, route="shares" if codec == "none" else "all-reduce") for codec in CODECS]
     exchanges = [*codecs, Exchange(codec="rows", route="shares"), Exchange(every=3), Exchange(every=3, codec="rows")]
