@@ -131,7 +131,12 @@ ARMS: dict[str, Arm] = {
         options=_steered("adaptdl"), package="adaptdl", tried=tuple({"local_batch_size": one} for one in (32, 16, 64))
     ),
     **{
-        name: Arm(program=name, package=one.package, tried=tuple({"settings": setting} for setting in one.tried))
+        name: Arm(
+            program=name,
+            package=one.package,
+            settings=one.tried[0],
+            tried=tuple({"settings": setting} for setting in one.tried),
+        )
         for name, one in OTHERS.items()
     },
 }

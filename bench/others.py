@@ -23,7 +23,6 @@ from unittest.mock import patch
 import torch
 from bench.hosts import NETWORK
 from torch import Tensor
-from torch.distributed import distributed_c10d
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 if TYPE_CHECKING:
@@ -53,7 +52,8 @@ def _torchft(rank: "Rank", context: Callable[[Any, Any, torch.optim.Optimizer], 
     rank.is_local = True
     model, optimizer = rank.made_model(rank.learning_rate, lambda module: module)
     address = str(NETWORK[2 + rank.place.rank])
-    store = distributed_c10d.TCPStore(address, 0, is_master=True, wait_for_workers=False)  # torchrun has one
+    # torchrun has one
+    store = torch.distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     manager = Manager(  # +
         pg=ProcessGroupGloo(timeout=timedelta(seconds=60)),  # +
         min_replica_size=rank.place.world_size,  # +
