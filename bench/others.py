@@ -4,8 +4,8 @@ Each function is a training script as the documentation of its package shows it,
 of plain DDP has to add or change ends with `# +`, and the table counts them. What else a function does (a port, a store
 that torchrun would have) is the bench's. The packages are pinned in `others.txt`; nothing of them is copied.
 
-All count steps like the other arms: every rank makes the same number. At a look the ranks' parameters are averaged
-where they differ, as for our own local steps.
+All count steps like the other arms, every rank the same number, but hivemind's. At a look the ranks' parameters are
+averaged where they differ, as for our own local steps.
 """
 # ruff: noqa: PLC0415 - each program imports its own package, which others do not need
 
