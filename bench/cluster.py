@@ -52,7 +52,7 @@ from bench.harness import (
     parser,
     run,
 )
-from bench.hosts import Host, Hosts, HostsError, Link, Namespace, end_of
+from bench.hosts import Hosts, HostsError, Link, Namespace, end_of
 from bench.others import OTHERS
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel

@@ -368,7 +368,7 @@ def _gradients(
         else None,
     )
 
-    met: list[type] = []  # not `covered_models.models`: a circle would keep the process group alive
+    base_hook, met = given["base_hook"], list[type]()  # a circle through what is given would keep the group alive
 
     def make_hook(model: torch.nn.Module, exchange: ModelExchange) -> GradientHook:
         """The hook of a model; of a sharded one a collective."""
@@ -378,7 +378,7 @@ def _gradients(
             "clock": clock,
             "weights": weights,
             "reduction": options.reduction,
-            "base_hook": given["base_hook"],
+            "base_hook": base_hook,
             "losses": losses,
         }
         layout = None if isinstance(model, DistributedDataParallel) else Layout.of(model)
