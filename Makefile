@@ -7,6 +7,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 FRAMEWORKS := .venv-frameworks
 ADAPTDL := out/adaptdl
+OTHERS := out/others
+OMNILEARN ?= https://github.com/sahiltyagi4/OmniLearn
 # Python compiles what it imports; compiling all of torch takes a minute. Frameworks are compiled: a warning of theirs would
 # fail the test that imports them first.
 PIP    := --quiet --disable-pip-version-check --no-compile
@@ -16,7 +18,7 @@ CIFAR  := .data/cifar-10
 ARGS   ?=
 MARK   ?= not slow
 
-.PHONY: help venv venv-frameworks demo data data-cifar test test-slow test-frameworks gpu faults lint types docs overhead kernel bus exchange cluster virtual adaptdl containers dist format clean
+.PHONY: help venv venv-frameworks demo data data-cifar test test-slow test-frameworks gpu faults lint types docs overhead kernel bus exchange cluster virtual adaptdl others containers dist format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -115,6 +117,22 @@ $(ADAPTDL)/.installed: bench/adaptdl/requirements.txt $(wildcard bench/adaptdl/*
 
 adaptdl: $(ADAPTDL)/.installed data ## AdaptDL's published goodput code on train scenarios, as one more arm; 15 minutes
 	PYTHONPATH=$(ADAPTDL) $(BIN)/python -m bench.virtual --only adaptdl --seeds 2 $(ARGS)
+
+# An environment that sees .venv, like the frameworks'. OmniLearn is no package: its repository at a commit.
+$(OTHERS)/.installed: bench/others.txt $(wildcard bench/adaptdl/*) $(STAMP)
+	$(PYTHON) -m venv --clear $(OTHERS)
+	printf '%s\n' "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" "$(CURDIR)/$(OTHERS)/omnilearn" \
+	    >"$$($(OTHERS)/bin/python $(PURELIB))/base.pth"
+	$(OTHERS)/bin/python -m pip install $(PIP) -c constraints.txt -r bench/others.txt torch
+	$(OTHERS)/bin/python -m pip install $(PIP) --no-deps --no-build-isolation -r bench/adaptdl/requirements.txt ./bench/adaptdl
+	git clone --quiet $(OMNILEARN) $(OTHERS)/omnilearn
+	git -C $(OTHERS)/omnilearn checkout --quiet 7db5cb04505021e6269b0b4d8907b5253a4a5631
+	@touch $@
+
+others: $(OTHERS)/.installed data ## other people's programs on the hosts of make cluster; root, hours; killed, it goes on
+	OMP_NUM_THREADS=1 $(OTHERS)/bin/python -m bench.cluster --name others --csv docs/results \
+	    $(addprefix --case ,unequal-processors slow-links equal) $(addprefix --arm ,plain split rule rule-local adaptdl \
+	    torchft-local torchft-diloco accelerate-local torch-post-local torch-powersgd omnilearn hivemind) $(ARGS)
 
 faults: venv ## all faults at full counts, five rounds, then floods beside honest jobs; hours (ARGS="floods")
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.faults --csv out $(ARGS)

@@ -27,7 +27,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -50,7 +52,8 @@ from bench.harness import (
     parser,
     run,
 )
-from bench.hosts import Hosts, HostsError, Link, Namespace, end_of
+from bench.hosts import Host, Hosts, HostsError, Link, Namespace, end_of
+from bench.others import OTHERS
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -92,6 +95,12 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True):
     """An arm above it whose best size this one begins with."""
     by_node: bool = False
     """Whether the ranks of a host sum gradients first."""
+    package: str = ""
+    """Of others, beside torch from `make others`; the arm runs only if it is named."""
+    program: str = ""
+    """Of bench.others, in place of the plain script."""
+    settings: dict[str, float] = {}
+    """Its arguments."""
 
 
 def _steered(policy: str, **options: Any) -> dict[str, Any]:
@@ -122,6 +131,18 @@ ARMS: dict[str, Arm] = {
     "rule-local": Arm(options=_steered("rule", exchange="local")),
     "split-nodes": Arm(options=_steered("split", **_FIXED), by_node=True),
     "rule-nodes-local": Arm(options=_steered("rule", exchange="local"), by_node=True),
+    "adaptdl": Arm(
+        options=_steered("adaptdl"), package="adaptdl", tried=tuple({"local_batch_size": one} for one in (32, 16, 64))
+    ),
+    **{
+        name: Arm(
+            program=name,
+            package=one.package,
+            settings=one.tried[0],
+            tried=tuple({"settings": setting} for setting in one.tried),
+        )
+        for name, one in OTHERS.items()
+    },
 }
 """`-local`: gradients may be rounded, and parameters be averaged every few steps."""
 
@@ -200,6 +221,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         about = {
             "run": msgspec.to_builtins(msgspec.structs.replace(self, case=case, arm=arm, name=""), str_keys=True),
             "code": source_digest((*EPISODE_PACKAGES, "dynamix.runtime")),
+            "program": OTHERS[self.arm.program].source if self.arm.program else "",
             "bench": [Path(__file__).read_text(), (Path(__file__).parent / "hosts.py").read_text()],
             "versions": versions(),
         }
@@ -292,22 +314,29 @@ class Rank:
 
     Attributes:
         accuracy: the newest one; `None` before the first look.
+        is_local: whether the ranks' parameters may differ.
+        is_alone: whether each rank makes steps of its own number, until the time of a look.
     """
 
     def __init__(self, place: Place, dataset: TensorDataset, link: Connection) -> None:
         self.place, self.dataset = place, dataset
         self.accuracy: float | None = None
         self.options = place.wanted.arm.options or {}
+        self.is_local, self.is_alone = self.options.get("exchange") == "local", False
         self.local_batch_size = place.wanted.arm.local_batch_size
+        global_batch_size = place.world_size * self.local_batch_size
+        self.learning_rate = LEARNING_RATE * math.sqrt(global_batch_size / BASE_GLOBAL_BATCH_SIZE)
         self._link = link
         self._workload = workload_named(WORKLOAD)
         self._num_steps, self._steps_left, self._planned = 0, 2, 2
         self._trained_s, self._due_s, self._step_s = 0.0, place.wanted.grid_s, 0.0
 
-    def made_model(self, learning_rate: float) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    def made_model(
+        self, learning_rate: float, wrapped: Callable[[nn.Module], Any] = DistributedDataParallel
+    ) -> tuple[Any, torch.optim.Optimizer]:
         """The model under DDP, and SGD with momentum; equal for equal seeds."""
         torch.manual_seed(self.place.wanted.seed)
-        model = DistributedDataParallel(self._workload.model())
+        model = wrapped(self._workload.model())
         return model, make_optimizer("sgd", model.parameters(), learning_rate)
 
     def train_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -328,9 +357,9 @@ class Rank:
         """Count a step of all ranks; whether it was the last one."""
         self._num_steps += 1
         self._steps_left -= 1
-        if self._steps_left:
-            return False
         is_first, now_s = self.place.rank == 0, time.perf_counter()
+        if now_s - self._resumed_s < self._due_s - self._trained_s if self.is_alone else self._steps_left:
+            return False
         self._step_s, self._checked_in_s = (now_s - self._checked_in_s) / self._planned, now_s
         is_due = self._trained_s + now_s - self._resumed_s >= self._due_s
         (steps,) = _agreed(0 if is_due or not is_first else self._planned_steps(now_s - self._resumed_s))
@@ -339,7 +368,7 @@ class Rank:
             while self._due_s <= self._trained_s:
                 self._due_s += self.place.wanted.grid_s
             parameters = nn.utils.parameters_to_vector(model.parameters()).detach()
-            if self.options.get("exchange") == "local":  # between two averagings each rank has its own
+            if self.is_local:  # between two averagings each rank has its own
                 dist.all_reduce(parameters)
                 parameters /= self.place.world_size
             found = (0.0, 0.0, 0.0)
@@ -369,10 +398,9 @@ def _agreed(*values: float) -> list[float]:
 
 def train_plainly(rank: Rank) -> None:
     """Train as a script without a session does, with torch's sampler and loader."""
-    size, world_size = rank.local_batch_size, rank.place.world_size
-    model, optimizer = rank.made_model(LEARNING_RATE * math.sqrt(world_size * size / BASE_GLOBAL_BATCH_SIZE))
+    model, optimizer = rank.made_model(rank.learning_rate)
     sampler: DistributedSampler[Any] = DistributedSampler(rank.dataset, seed=rank.place.wanted.seed)
-    loader = DataLoader(rank.dataset, batch_size=size, sampler=sampler)
+    loader = DataLoader(rank.dataset, batch_size=rank.local_batch_size, sampler=sampler)
     rank.begin()
     for epoch in itertools.count():
         sampler.set_epoch(epoch)
@@ -419,7 +447,10 @@ def _fork(place: Place, dataset: TensorDataset) -> int:
         for procs in place.cgroup_procs:
             Path(procs).write_text("0")
         os.environ.update(place.environ)
-        train = train_plainly if place.wanted.arm.options is None else train_steered
+        arm = place.wanted.arm
+        train = train_plainly if arm.options is None else train_steered
+        if arm.program:
+            train = partial(OTHERS[arm.program].train, **arm.settings)
         with Namespace(place.namespace).entered(), Client(place.socket, "AF_UNIX") as link:
             dist.init_process_group("gloo")
             train(Rank(place, dataset, link))
@@ -443,9 +474,17 @@ def fork_ranks() -> None:
     dataset = TensorDataset(*workload_named(WORKLOAD).load(None).train)
     print("ready", flush=True)
     for line in sys.stdin.buffer:
-        pids = [_fork(place, dataset) for place in msgspec.json.decode(line, type=list[Place])]
+        places = msgspec.json.decode(line, type=list[Place])
+        program = places[0].wanted.arm.program
+        service = OTHERS[program].service if program else ""
+        command = [sys.executable, "-c", service]
+        beside = [subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)] if service else []
+        pids = [_fork(place, dataset) for place in places]
         print(msgspec.json.encode(pids).decode(), flush=True)
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        for process in beside:
+            process.kill()
+            process.communicate()
         print(msgspec.json.encode(codes).decode(), flush=True)
 
 
@@ -825,13 +864,13 @@ def report_of(found: Sequence[CaseOutcomes], name: str, target: float, note: str
     """Tables, targets and curves."""
     known = ("plain", "static", "goodput", "proportional", "rule")
     bases = [base for base in known if any(base in one.outcomes for one in found)]
-    columns = ["case", "arm", "setting", "time to target, s", *(f"vs {base}" for base in bases)]
+    columns = ["case", "arm", "setting", "time to target, s", "changed lines", *(f"vs {base}" for base in bases)]
     rows, tried, targets, panels = list[list[Cell]](), list[list[Cell]](), list[Target](), list[Panel]()
     for one in found:
         for arm, outcomes in one.outcomes.items():
             ratios = [None if arm == base else ratio_of(one, arm, base) for base in bases]
             times = " / ".join(map(str, outcomes))
-            rows.append([one.case.name, arm, _setting(one.arms[arm]), times, *ratios])
+            rows.append([one.case.name, arm, _setting(one.arms[arm]), times, _num_lines(one.arms[arm]), *ratios])
         for arm, settings in one.tried.items():
             tried += [[one.case.name, arm, _setting(setting), str(outcome)] for setting, outcome in settings]
         for (arm, base), limit in LIMITS.get(one.case.name, {}).items():
@@ -845,8 +884,13 @@ def report_of(found: Sequence[CaseOutcomes], name: str, target: float, note: str
     return Report([table, *searched], targets, panels)
 
 
+def _num_lines(arm: Arm) -> int:
+    """Lines that a user of the plain script adds or changes; ours: the import and `attach`."""
+    return OTHERS[arm.program].num_lines if arm.program else 0 if arm.options is None else 2
+
+
 def _setting(arm: Arm) -> str:
-    options = {name: value for name, value in (arm.options or {}).items() if name != "global_batch"}
+    options = {name: value for name, value in (arm.options or arm.settings).items() if name != "global_batch"}
     return f"@{arm.local_batch_size} {msgspec.json.encode(options).decode() if options else ''}".strip()
 
 
@@ -854,7 +898,13 @@ def measure(options: argparse.Namespace) -> Report:
     """Run what is not known yet, and put all together."""
     chosen = [CASES[name] for name in options.case or CASES]
     cases = [msgspec.structs.replace(case, time_limit_s=options.limit or case.time_limit_s) for case in chosen]
-    names, seeds = options.arm or list(ARMS), range(1, 1 + options.seeds)
+    names = options.arm or [name for name, arm in ARMS.items() if not arm.package]
+    for name in names:
+        if ARMS[name].package and find_spec(ARMS[name].package) is None:
+            raise BenchmarkError(
+                f"{name}: the package {ARMS[name].package} is not installed: run it with `make others`"
+            )
+    seeds = range(1, 1 + options.seeds)
     logs = options.work / "logs"
     logs.mkdir(parents=True, exist_ok=True)
 

@@ -1,6 +1,6 @@
 """`adaptdl`: the global batch that AdaptDL's published code chooses (petuum/adaptdl 0.2.11; Qiao et al., OSDI 2021).
 
-A policy for bench.virtual, not of the product; nothing of AdaptDL is copied. Its own functions fit the step-time model
+A policy for benchmarks, not of the product; nothing of AdaptDL is copied. Its own functions fit the step-time model
 and compare 50 global batches; as its data loader does, a change must promise 5 % more goodput, and the batch never goes
 below the initial one. All ranks get the same size, within the job's bounds; with `track` the training processes divide
 the sum instead.

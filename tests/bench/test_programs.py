@@ -20,6 +20,7 @@ PROGRAMS = {
     "exchange-steps": ("exchange", "steps --ranks 2 --workloads ncf --rounds 1 --steps 1 --arms all-reduce,rows"),
     "coding": ("exchange", "coding --repeats 1"),
     "cluster": ("cluster", "--case slow-down --arm rule --seeds 1 --limit 4 --grid 0.5 --work {work}"),
+    "others": ("cluster", "--case equal --arm torch-post-local --seeds 1 --limit 2 --grid 0.5 --work {work}"),
     "virtual": ("virtual", "--scale smoke --jobs 1 --only static --work {work}"),
     "floods": ("faults", "floods --size 0.01 --calm 1 --after 1 --flood jobs --flood small"),
 }

@@ -269,7 +269,7 @@ class VirtualCluster:
             attempt=Attempt(launch="virtual", restarts=0, max_restarts=0),
             nodes=scenario.nodes,
             max_local_batch_sizes=scenario.max_local_batch_sizes,
-            hosts=tuple(node.ranks for node in scenario.nodes) if scenario.network.by_node else (),
+            num_replicas=len(scenario.nodes) if scenario.network.by_node else 0,
         )
         self._data = training_part(scenario, data, seed)
         self._evaluated = Part(*(tensor[: scenario.evaluation_samples or None] for tensor in data.validation))

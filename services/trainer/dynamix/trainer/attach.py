@@ -368,6 +368,8 @@ def _gradients(
         else None,
     )
 
+    met: list[type] = []  # not `covered_models.models`: a circle would keep the process group alive
+
     def make_hook(model: torch.nn.Module, exchange: ModelExchange) -> GradientHook:
         """The hook of a model; of a sharded one a collective."""
         shared: dict[str, Any] = {
@@ -383,9 +385,10 @@ def _gradients(
         assert not isinstance(layout, str), "refused before"
         layout = layout and layout.met(model, collectives.gather_objects)
         copies = layout if layout and layout.peers else None
-        if covered_models.models and (copies and copies.peers) != (exchanges.layout and exchanges.layout.peers):
+        if met and (copies and copies.peers) != (exchanges.layout and exchanges.layout.peers):
             raise ValueError("models with a copy on each node and others exclude each other: attach them on their own")
         exchanges.layout = copies
+        met.append(type(model))
         if layout is None:
             return GradientHook(**shared)
         from .gradient.shards import ShardHook  # noqa: PLC0415 - DDP needs none
