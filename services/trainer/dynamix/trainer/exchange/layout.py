@@ -43,7 +43,7 @@ class Layout(NamedTuple):
         groups, world_size = sharded_groups(model), dist.get_world_size()
         trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
         sharded = [each for _, each in trained if isinstance(each, DTensor)]
-        if not groups or not sharded:
+        if not sharded:
             return "it is not sharded by fully_shard of torch 2.13"
         mesh = sharded[0].device_mesh
         kinds = {tuple(type(each) for each in parameter.placements) for parameter in sharded}
@@ -58,7 +58,8 @@ class Layout(NamedTuple):
                 f"{type(model).__name__}: fully_shard with one mesh for all modules; of two dimensions, with all "
                 f"{world_size} ranks"
             )
-        reason = _only_loss(model, groups, [name for name, each in trained if not isinstance(each, DTensor)])
+        loose = [name for name, each in trained if not isinstance(each, DTensor)]
+        reason = _only_loss(model, groups, loose) if groups else "torch's FSDP2 is another one than that of torch 2.13"
         if mesh.device_type != "cpu":
             reason = "on a GPU computing and waiting cannot be told apart"
         if reason and mesh.size() < world_size:
