@@ -396,11 +396,15 @@ def _agreed(*values: float) -> list[float]:
     return found
 
 
+def _data(rank: Rank) -> tuple[DistributedSampler[Any], DataLoader[Any]]:
+    sampler: DistributedSampler[Any] = DistributedSampler(rank.dataset, seed=rank.place.wanted.seed)
+    return sampler, DataLoader(rank.dataset, batch_size=rank.local_batch_size, sampler=sampler)
+
+
 def train_plainly(rank: Rank) -> None:
     """Train as a script without a session does, with torch's sampler and loader."""
     model, optimizer = rank.made_model(rank.learning_rate)
-    sampler: DistributedSampler[Any] = DistributedSampler(rank.dataset, seed=rank.place.wanted.seed)
-    loader = DataLoader(rank.dataset, batch_size=rank.local_batch_size, sampler=sampler)
+    sampler, loader = _data(rank)
     rank.begin()
     for epoch in itertools.count():
         sampler.set_epoch(epoch)
@@ -413,19 +417,13 @@ def train_plainly(rank: Rank) -> None:
 def train_steered(rank: Rank) -> None:
     """Train with a session."""
     model, optimizer = rank.made_model(LEARNING_RATE)
-    session = attach(
-        model,
-        optimizer,
-        rank.dataset,
-        local_batch_size=rank.local_batch_size,
-        base_global_batch_size=BASE_GLOBAL_BATCH_SIZE,
-        seed=rank.place.wanted.seed,
-        **rank.options,
-    )
+    sampler, loader = _data(rank)
+    session, batches = attach(model, optimizer, loader, base_global_batch_size=BASE_GLOBAL_BATCH_SIZE, **rank.options)
     rank.begin()
     with session:
-        for _ in session.epochs(100):
-            for inputs, targets in session.loader:
+        for epoch in session.epochs(100):
+            sampler.set_epoch(epoch)
+            for inputs, targets in batches:
                 session.step(rank.train_step(model, optimizer, inputs, targets))
                 if rank.after_step(model):
                     return
