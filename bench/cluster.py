@@ -96,9 +96,9 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True):
     by_node: bool = False
     """Whether the ranks of a host sum gradients first."""
     package: str = ""
-    """Of others, beside torch from `make others`; the arm runs only if it is named."""
+    """The package that it needs beside torch, from `make others`; such an arm runs only if it is named."""
     program: str = ""
-    """Of bench.others, in place of the plain script."""
+    """The program of bench.others that runs in place of the plain script."""
     settings: dict[str, float] = {}
     """Its arguments."""
 

@@ -302,7 +302,7 @@ class VirtualCluster:
         fewest, most = self._options.min_local_batch_size, self._identity.max_local_batch_sizes
         self._fast_loop = FastLoop(self._schedule, fewest, most)
         self._taken_s: list[float] = []
-        """What rank 0 computed and waited in each step after the first one."""
+        """Time that rank 0 computed and waited in each step after the first one."""
         self._decided = False
         """Whether the next step is the first one with another allocation."""
         self._reporters = [

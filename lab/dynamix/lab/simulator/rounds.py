@@ -49,7 +49,7 @@ class VirtualRounds:
         self._start = gradients.parameters.detach().clone()
         """The parameters with which the round began."""
         self._shares = self._start.new_ones(exchange.world_size, 1)
-        """Of the newest step's samples, those of each rank's node."""
+        """Shares of the newest step's samples, of each rank's node."""
         self._velocity: Tensor | None = None
         """Momentum of outer steps, where they have any."""
         self._num_samples: Array64 = np.zeros(exchange.world_size)

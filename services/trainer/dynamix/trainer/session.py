@@ -50,7 +50,7 @@ AnswerT = TypeVar("AnswerT")
 _log = logging.getLogger("dynamix.trainer")
 
 AVERAGED_SHARE = 0.02
-"""Of the samples so far, those that `Session.averaged` averages the weights over."""
+"""The share of the samples so far that `Session.averaged` averages the weights over."""
 
 
 def while_it_lives(method: Callable[P, AnswerT]) -> Callable[P, AnswerT]:

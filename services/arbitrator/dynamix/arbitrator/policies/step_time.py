@@ -60,7 +60,7 @@ class StepTime:
     rest_s: float = 0.0
     """Waiting for data, and the optimizer."""
     noise: float = 0.0
-    """Of a window's mean compute times, relative."""
+    """Relative noise of a window's mean compute times."""
 
     @property
     def smallest(self) -> float:

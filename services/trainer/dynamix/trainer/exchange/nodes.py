@@ -102,7 +102,7 @@ class Cut(NamedTuple):
     """
 
     sizes: list[int]
-    """Of all pieces, as they lie in the bucket: those of a parameter behind each other."""
+    """Sizes of all pieces, as they lie in the bucket: those of a parameter behind each other."""
     num_ranks: int
     parts: tuple[BucketPart, ...]
     """This rank's pieces, as they lie behind each other."""

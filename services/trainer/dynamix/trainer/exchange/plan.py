@@ -145,7 +145,7 @@ class ExchangePlan:
         self.nodes = nodes if self._is_decided and not servers.addresses else None
         """Where ranks of a node sum among themselves first; `None` elsewhere."""
         self.layout: Layout | None = None
-        """Of sharded models: their buckets are summed among the ranks with the same shard."""
+        """Where sharded models lie: their buckets are summed among the ranks with the same shard."""
         self._timeout: timedelta | None = None
         self._pipeline: Pipeline | None = None
         self.on_connect: Callable[[], None] = lambda: None

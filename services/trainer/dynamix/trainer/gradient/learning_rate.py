@@ -165,7 +165,7 @@ class Updates:
         self._num_changes = 0
         self._factor = 1.0
         self.share = 1.0
-        """Of a step's samples, those behind the gradient of this rank: 1 except in local steps."""
+        """The share of a step's samples behind this rank's gradient: 1 except in local steps."""
         self._num_idle: int | None = 0 if self.warns else None
         """Steps without any step of an optimizer; `None` once one has stepped, or after the warning."""
         self._handles: list[RemovableHandle] = []

@@ -74,7 +74,7 @@ class Peer(NamedTuple):
     options: dict[str, object]
     """Options that must be equal on all ranks."""
     group: str | None = ""
-    """Of its launcher: with the node, which ranks sum gradients first; `None` where they shall not."""
+    """Number of its launcher: with the node it tells which ranks sum gradients first; `None` where they shall not."""
 
 
 class Place(NamedTuple):

@@ -34,7 +34,7 @@ from dynamix.trainer.gradient.noise import NOT_MEASURED, RoundMeasurement, Squar
 _log = logging.getLogger("dynamix.trainer")
 
 BUCKET_BYTES = 25 * 2**20
-"""Of a sharded model, as DDP's are by default."""
+"""Size of a bucket of a sharded model: DDP's default."""
 
 
 def mean_counts(num_samples: Iterable[int], num_steps: int) -> tuple[int, ...]:
@@ -196,7 +196,7 @@ class LocalSteps:
         return self._num_steps == 0
 
     def share(self, plan: StepPlan) -> float:
-        """Of a step's samples, those of this rank's gradient, which may be that of its node."""
+        """The share of a step's samples behind this rank's gradient, which may be that of its node."""
         if not self.is_begun:
             return 1.0
         return sum(plan.counts.values[rank] for rank in self.exchange.together) / plan.counts.total

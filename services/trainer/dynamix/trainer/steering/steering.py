@@ -61,7 +61,7 @@ class Steering:
         self._posted_decision: tuple[int, Action | None] | None = None
         """Effective step of the decision that is under way, and its action, known in rank 0."""
         self._times: list[StepTimes] = []
-        """Of steps of the window, if they were taken before its end."""
+        """Times of steps of the window, if they were taken before its end."""
         self._sockets_due = False
         self._fault = ""
         """What is wrong with the data, where the ranks have read different streams."""
@@ -105,7 +105,7 @@ class Steering:
         run.ended = True
 
     def summary(self) -> Summary | None:
-        """What was gained by the windows so far; no estimates where slow ranks cannot be seen."""
+        """The gain over the windows so far; without estimates where slow ranks cannot be seen."""
         found = self._gains.summary(self.meter.clock.own_s)
         if found is not None and self.losses is not None and self.losses.hides_slow_ranks:
             found = msgspec.structs.replace(found, equal_sizes_s=None, script_batch_s=None)
