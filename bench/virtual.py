@@ -383,7 +383,7 @@ class Laboratory:
     def learned(self, wanted: Learning) -> list[LearningRun]:
         """A policy learned once per policy seed; a killed learning goes on where it was."""
         num_updates = self.scale.num_updates
-        changes = {"surrogate_updates": num_updates, "validate_every": num_updates, **wanted.plan}
+        changes = {"num_updates": num_updates, "validate_every": num_updates, **wanted.plan}
         scenarios = (as_published(wanted.policy, self.cluster(wanted.name, wanted.cluster)),)
         return [self._learned(wanted.policy, scenarios, seed, changes) for seed in range(self.scale.num_policy_seeds)]
 

@@ -131,11 +131,11 @@ def test_sampling_is_keyed_by_the_window_and_a_greedy_decision_has_no_log_probab
 
 @pytest.mark.parametrize("action_set", ACTION_SETS)
 def test_with_nothing_known_a_policy_still_decides_within_bounds(action_set: ActionSetName) -> None:
-    job = examples.job(NODES)
+    job = examples.job(NODES, policy_options={"explore": 1.0})
     obs_WF = np.full((4, len(RANK_FEATURES)), np.nan, dtype=np.float32)
     obs_WF[:, RANK_INDEX["decided_local_batch_size"]] = 128
     obs_WF[:, RANK_INDEX["age_windows"]] = 16
-    policy = LearnedPolicy(learned.policy_file(action_set), explore=True)
+    policy = LearnedPolicy(learned.policy_file(action_set))
     decision = policy.decide(job, 0, obs_WF, np.full(len(GLOBAL_FEATURES), np.nan, dtype=np.float32), b"")
     assert all(32 <= size <= 1024 for size in decision.allocation.local_batch_sizes)
     assert np.isfinite(decision.logprobs or ()).all()

@@ -14,7 +14,7 @@ from tests.support.old_server import OldServer
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.learning import service
-from dynamix.arbitrator.learning.rollout import End, Recording
+from dynamix.arbitrator.learning.rollout import Recording
 from dynamix.arbitrator.learning.service import LearnerSettings, Outcome, _Learner, collect, ended_by, update
 from dynamix.runtime.bus import Bus, BusMessage, requests
 from dynamix.runtime.service import Context
@@ -104,9 +104,9 @@ class Updates:
     """Replaces learning: records the lessons and returns the next made-up version."""
 
     def __init__(self) -> None:
-        self.lessons: list[list[tuple[Recording, End]]] = []
+        self.lessons: list[list[tuple[Recording, bool]]] = []
 
-    def __call__(self, content: bytes, lessons: Sequence[tuple[Recording, End]]) -> Outcome:
+    def __call__(self, content: bytes, lessons: Sequence[tuple[Recording, bool]]) -> Outcome:
         assert PolicyFile.from_bytes(content)
         self.lessons.append(list(lessons))
         return Outcome(NEXT[len(self.lessons)], [1.0], 0.5, 0.0, [])
@@ -154,7 +154,7 @@ async def test_rewards_of_another_formula_are_left_out_and_missing_ones_cut_a_ge
     assert context.counters["generations_of_other_rewards"] == context.counters["generations_left_out"] == 1
     await over(learner, collected("time-aware", generation=1, num_states=3), monkeypatch)
     await over(learner, collected("time-aware", generation=2), monkeypatch)
-    assert [end.terminated for lessons in updates.lessons for _, end in lessons] == [False, True]
+    assert [terminated for lessons in updates.lessons for _, terminated in lessons] == [False, True]
     assert context.counters["generations_without_last_rewards"] == 1
 
 
@@ -162,8 +162,8 @@ def test_an_update_names_its_generations_and_is_refused_in_numbers_that_are_too_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     file = learned.policy_file(reward_weights={"beta": 1.0})
-    monkeypatch.setattr(service, "trajectory_of", lambda *_: learned.trajectory(file.metadata))
-    lessons = [(collected("time-aware"), End(terminated=True))]
+    monkeypatch.setattr(service, "trajectory_of", lambda *_, **__: learned.trajectory(file.metadata))
+    lessons = [(collected("time-aware"), True)]
     outcome = update(file.to_bytes(), lessons)
     assert outcome.content is not None
     metadata = PolicyFile.from_bytes(outcome.content).metadata

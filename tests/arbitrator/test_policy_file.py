@@ -60,16 +60,6 @@ def test_learning_continues_from_a_file_where_it_stopped(objective: Literal["cli
     assert learned.learn_once(again).digest == learned.trained_policy(objective, updates=2).digest
 
 
-def test_a_critic_that_begins_again_leaves_the_actor_as_it_is_and_adam_without_moments() -> None:
-    agent = Agent.of(learned.trained_policy())
-    before = agent.file().tensors
-    agent.begin_critic()
-    after, fresh = PolicyFile.from_bytes(agent.file().to_bytes()).tensors, learned.agent().file().tensors
-    assert after.keys() == fresh.keys()
-    for name, array in after.items():
-        assert (array == (fresh if name.startswith("critic") else before)[name]).all(), name
-
-
 @given(st.data())
 def test_a_file_cut_off_or_damaged_is_refused_or_still_a_policy(data: st.DataObject) -> None:
     with pytest.raises(PolicyFileError):

@@ -29,7 +29,7 @@ REFUSED = [
     ("simulate nowhere", "scenario 'nowhere' is neither a file nor among those that are shipped: heldout/adam, "),
     ("simulate train/mixed-8 --policy oracle", "'oracle' stands for several runs: use `dynamix evaluate"),
     ("learn --set clip_coeff=0.1", "there is no such setting: did you mean clip_coef?"),
-    ("learn --set num_episodes=100001", "num_episodes=100001: at most 100000"),
+    ("learn --set num_updates=0", "num_updates=0: Expected `int` >= 1"),
     ("learn --policy rule", "'rule' is the name of a policy in code: give the learned one another name"),
     ("evaluate --tuned /none.toml", "/none.toml: No such file or directory; tune the baselines"),
     ("policy show ppo:0", "a version is an integer from 1, as in ppo:3"),

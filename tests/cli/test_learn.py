@@ -11,8 +11,7 @@ from dynamix.cli.main import main
 from dynamix.extras.calibration.fit import scenario_text
 
 TINY = ["--workers", "1"]
-SMALL = ("surrogate_updates=1", "jobs_per_scenario=2", "windows_per_job=4", "update_epochs=1")
-for one in (*SMALL, "num_episodes=4", "episodes_per_update=2", "validate_every=2"):
+for one in ("num_updates=3", "jobs_per_scenario=2", "windows_per_job=4", "update_epochs=1", "validate_every=2"):
     TINY += ["--set", one]
 
 
@@ -35,7 +34,7 @@ def test_it_writes_a_policy_of_the_preset_as_it_was_changed_and_says_what_it_is_
         arguments += ["--set", one]
     assert main(["learn", "--scenarios", str(scenarios), *arguments, *TINY]) == 0
     told = capsys.readouterr()
-    assert "update 3/3  episodes 4" in told.err
+    assert "update 3/3  return" in told.err
     assert f"wrote {output}" in told.out
     metadata = PolicyFile.read(output).metadata
     assert (metadata.policy, metadata.seeds, metadata.settings.update_epochs) == ("mine", (3,), 1)
@@ -43,7 +42,7 @@ def test_it_writes_a_policy_of_the_preset_as_it_was_changed_and_says_what_it_is_
     assert metadata.reward_weights == {"accuracy": 1.0, "alpha": 1.0, "beta": 0.1, "delta": 0.0, "eta": 0.01}
     content = json.loads(figures.read_text())
     assert content["finished"]
-    assert [row["num_episodes"] for row in content["updates"]] == [0, 2, 4]
+    assert [row["update"] for row in content["updates"]] == [1, 2, 3]
     assert content["metadata"]["scores"] == metadata.scores
     assert sorted(path.name for path in tmp_path.iterdir()) == ["learned.json", "mine.safetensors", "scenarios"]
 

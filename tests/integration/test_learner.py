@@ -10,7 +10,7 @@ from tests.support.lockstep import run_lockstep
 from dynamix.arbitrator.learned.policy import JobLevers, LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.learning.ppo import Agent
-from dynamix.arbitrator.learning.rollout import End, Recording, Trajectory, trajectory_of
+from dynamix.arbitrator.learning.rollout import Recording, Trajectory, trajectory_of
 from dynamix.cli.services import wait_until_ready
 from dynamix.lab.simulator.cluster import VirtualCluster
 from dynamix.lab.simulator.episode import run_episode
@@ -62,7 +62,7 @@ def in_one_process(file: PolicyFile, seed: int) -> Trajectory:
     )
     states = list(enumerate(episode.states, start=1))
     recording = Recording(episode.job, states, episode.actions, episode.applied, episode.rewards)
-    return trajectory_of(recording, JobLevers(), End(terminated=True))
+    return trajectory_of(recording, JobLevers(), terminated=True)
 
 
 @pytest.mark.slow

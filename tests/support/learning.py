@@ -8,7 +8,7 @@ import pytest
 from tests.support import virtual
 
 from dynamix.arbitrator.learned.policy_file import PPOSettings
-from dynamix.lab.learning import LearningPlan, episodes, plan_named
+from dynamix.lab.learning import LearningPlan, plan_named, run
 from dynamix.lab.simulator.scenario import Scenario
 from dynamix.lab.workloads import Data
 
@@ -28,13 +28,11 @@ def scenarios() -> tuple[Scenario, ...]:
 
 
 def plan(policy: str = "ppo", **changes: Any) -> LearningPlan:
-    """Three updates of four episodes, or some on a small surrogate."""
+    """Three updates on a small surrogate."""
     fields: dict[str, Any] = {
-        "surrogate_updates": 0,
+        "num_updates": 3,
         "jobs_per_scenario": 2,
         "windows_per_job": 8,
-        "num_episodes": 12,
-        "episodes_per_update": 4,
         "validate_every": 2,
         "num_validation_seeds": 1,
         "num_score_seeds": 1,
@@ -44,10 +42,10 @@ def plan(policy: str = "ppo", **changes: Any) -> LearningPlan:
 
 
 def with_made_up_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Episodes in this process learn on `virtual.data`."""
+    """Episodes in this process train on `virtual.data`."""
     made = virtual.data()
 
     def data(workload: str, directory: Path | None) -> Data:  # noqa: ARG001 - the loader's arguments
         return made
 
-    monkeypatch.setattr(episodes, "workload_data", data)
+    monkeypatch.setattr(run, "workload_data", data)

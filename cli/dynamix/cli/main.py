@@ -42,7 +42,7 @@ COMMANDS = {
     "replay": "Replay a capture into a service, and compare its output with the recorded one",
     "inspect": "Show what a capture holds: windows, decisions, rewards, gaps",
     "simulate": "Run one job on a virtual cluster",
-    "learn": "Learn a policy by PPO on virtual clusters",
+    "learn": "Learn a policy by PPO on a surrogate of virtual clusters",
     "evaluate": "Compare policies on virtual clusters; tune the baselines",
     "policy": "List, show, export and import learned policies",
     "provision": "Create the broker's streams, or bring them up to date",

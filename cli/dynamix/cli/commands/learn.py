@@ -1,4 +1,4 @@
-"""Learn a policy by PPO, on an analytic surrogate and in virtual clusters, and write it to a file.
+"""Learn a policy by PPO on an analytic surrogate of virtual clusters, and write it to a file.
 
 `ppo` learns to move batch, period of averagings and codec of a job, `ppo-paper` the size of each rank, as published.
 Only scenarios with learn = true are used. Killed or interrupted, run the same command again to continue: the result is
@@ -46,7 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=number(0), help="stop after this time; the same command continues")
     add_option(parser, "--workers", 2, "worker processes")
     add_data_argument(parser)
-    what = "change the preset: a field of LearningPlan, Weights or PPOSettings, e.g. num_episodes=200 or clip_coef=0.1"
+    what = "change the preset: a field of LearningPlan, Weights or PPOSettings, e.g. num_updates=200 or clip_coef=0.1"
     add_list(parser, "--set", "NAME=VALUE", what)
     add_json_argument(parser)
     add_png_argument(parser, "draw the curves of learning")
@@ -70,13 +70,11 @@ def run(arguments: argparse.Namespace) -> int:
         def report(update: "LearningUpdate", begun: "Sequence[Finding]") -> None:
             """Print one update, and the failure signatures that began with it."""
             validated = "" if update.validation_vs_rule is None else f", validated {update.validation_vs_rule:.3f}"
-            times = "" if update.vs_rule is None else f"time vs rule {update.vs_rule:.3f}, missed {update.num_missed}  "
             first = seen.setdefault("first", update)  # what came before it, the times of `rule`, does not count
             each_s = (update.elapsed_s - first.elapsed_s) / max(update.update - first.update, 1)
             left_s = each_s * (plan.num_updates - update.update)
             print(
-                f"update {update.update}/{plan.num_updates}  episodes {update.num_episodes}  return "
-                f"{update.mean_return:+.3f}  {times}"
+                f"update {update.update}/{plan.num_updates}  return {update.mean_return:+.3f}  "
                 f"entropy {update.entropy:.2f}  kl {update.approx_kl:.4f}{validated}  {left_s / 60:.0f} min left",
                 *(f"  {finding.signature}: {finding.explanation}" for finding in begun),
                 sep="\n",

@@ -1,4 +1,8 @@
-"""A learning run: its plan, which determines the outcome, and its updates, until it is done or the time is over."""
+"""A learning run: its plan, which determines the outcome, and its updates, until it is done or the time is over.
+
+Jobs on the surrogate are learned from. Episodes in virtual clusters, with real gradients, choose and score the version
+that is kept; to learn from them as well gained nothing (144 episodes of `ppo`).
+"""
 
 import hashlib
 import math
@@ -10,28 +14,28 @@ from types import MappingProxyType
 from typing import Annotated, NamedTuple, Self
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
 from dynamix.arbitrator.deciding.signatures import Finding, reward_signatures, value_signature
-from dynamix.arbitrator.learned.policy import metadata_of
+from dynamix.arbitrator.learned.policy import LearnedPolicy, metadata_of
 from dynamix.arbitrator.learned.policy_file import ActionSetName, PolicyFile, PPOSettings
 from dynamix.arbitrator.learning.ppo import Agent
-from dynamix.arbitrator.policies.registry import policy_names
-from dynamix.lab.simulator.episode import EpisodeError, run_in_order
+from dynamix.arbitrator.policies.policy import Policy
+from dynamix.arbitrator.policies.registry import policy_named, policy_names
+from dynamix.lab.simulator.episode import run_episode, run_in_order, workload_data
 from dynamix.lab.simulator.scenario import Scenario
 from dynamix.reward.formula import TIME_ONLY, Formula, Weights
 from dynamix.runtime import output_files
 from dynamix.runtime.output_files import FileKind
 from dynamix.schemas.messages.allocation import Token
+from dynamix.schemas.policies import DIVIDED_BY_RANKS
 
-from .episodes import EpisodeResult, EpisodeTask, play
 from .surrogate import SurrogateTask, play_surrogate
 
 AtLeastOne = Annotated[int, Meta(ge=1)]
-TRAINING_SEEDS, VALIDATION_SEEDS, SCORE_SEEDS = 1_000_000, 500_000, 600_000
-"""Where the seeds of episodes begin: to learn from, to choose the best version by, to score it with. They are
-disjoint, also from those of an evaluation, which count from 0."""
+VALIDATION_SEEDS, SCORE_SEEDS = 500_000, 600_000
+"""Where the seeds of episodes begin: to choose the best version by, to score it with. They are disjoint, also from
+those of an evaluation, which count from 0."""
 SEEDS_PER_LEARNING = 100_000
 
 
@@ -41,47 +45,33 @@ class LearningPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     policy: Token
     """The name of what is learned."""
     scenarios: tuple[Scenario, ...]
-    """Scenarios with `learn = true` are learned from, in turn: first on the surrogate, then in virtual clusters."""
+    """Those with `learn = true` are learned from on the surrogate; versions are compared in their virtual clusters."""
     seed: Annotated[int, Meta(ge=0, lt=2**31)] = 0
     action_set: ActionSetName = "levers"
     settings: PPOSettings = PPOSettings()
-    surrogate_updates: Annotated[int, Meta(ge=0)] = 400
-    """Updates from jobs on the surrogate, before those from episodes in virtual clusters."""
+    num_updates: AtLeastOne = 400
     jobs_per_scenario: AtLeastOne = 24
-    """Jobs of each such update and scenario."""
+    """Jobs of each update and scenario."""
     windows_per_job: Annotated[int, Meta(ge=4)] = 64
     formula: Formula | None = "time-aware"
-    """`None`: the published one for each scenario's optimizer. On the surrogate `time-aware` is the logarithm of
-    progress per second."""
+    """`time-aware`: the logarithm of progress per second; `None`: the published one for each scenario's optimizer."""
     weights: Weights = TIME_ONLY
-    """Weights of the reward; for `time-aware` beta is per time that `rule` takes to the target in the scenario, so that
-    fast and slow clusters weigh the same."""
-    num_episodes: Annotated[int, Meta(ge=0)] = 0
-    episodes_per_update: AtLeastOne = 16
+    """Weights of the published reward."""
     validate_every: AtLeastOne = 200
     """Updates between two validations."""
     num_validation_seeds: AtLeastOne = 2
     num_score_seeds: AtLeastOne = 2
 
     def __post_init__(self) -> None:
-        """Raise ValueError for an invalid plan: no scenario to learn from, a name or seeds in use."""
+        """Raise ValueError for an invalid plan: no scenario to learn from, or a name in use."""
         if self.policy in policy_names():
             raise ValueError(f"{self.policy!r} is the name of a policy in code: give the learned one another name")
-        if self.num_episodes > SEEDS_PER_LEARNING:
-            raise ValueError(
-                f"num_episodes={self.num_episodes}: at most {SEEDS_PER_LEARNING}, or their seeds are those of seed "
-                f"{self.seed + 1}"
-            )
         if not self.learned_from:
             names = ", ".join(scenario.name for scenario in self.scenarios) or "none"
             raise ValueError(f"no scenario to learn from: one with learn = true is needed, there are {names}")
-        if not self.num_updates:
-            raise ValueError("surrogate_updates=0 and num_episodes=0: there is nothing to learn from")
-        servers = [scenario.name for scenario in self.learned_from if scenario.network.topology != "ring"]
-        if servers and self.surrogate_updates:
+        if servers := [scenario.name for scenario in self.learned_from if scenario.network.topology != "ring"]:
             raise ValueError(
-                f"scenario {servers[0]}: the surrogate has no parameter servers; set surrogate_updates=0, or use "
-                'network.topology = "ring"'
+                f'scenario {servers[0]}: the surrogate has no parameter servers; use network.topology = "ring"'
             )
 
     @property
@@ -94,29 +84,13 @@ class LearningPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """SHA-256 of the plan, by which a checkpoint is matched."""
         return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()
 
-    @property
-    def num_updates(self) -> int:
-        """On the surrogate and from episodes; the last one may have fewer episodes."""
-        return self.surrogate_updates - (-self.num_episodes // self.episodes_per_update)
-
-    def episodes_of(self, update: int) -> range:
-        """Numbers of the episodes that an update learns from; none on the surrogate."""
-        first = max(0, update - self.surrogate_updates) * self.episodes_per_update
-        if update < self.surrogate_updates:
-            return range(0)
-        return range(first, min(first + self.episodes_per_update, self.num_episodes))
-
-    def training_seed(self, episode: int) -> int:
-        """Return the seed of an episode, unique over episodes and over learning runs."""
-        return TRAINING_SEEDS + self.seed * SEEDS_PER_LEARNING + episode
-
 
 SUITE_OF: Mapping[ActionSetName, str] = MappingProxyType({"levers": "varying/train", "deltas": "published/train"})
 """The scenarios that each action set is learned and tried in, unless others are asked for."""
 PRESETS: Mapping[str, Mapping[str, object]] = MappingProxyType(
     {
         "ppo": {},
-        "ppo-paper": {"action_set": "deltas", "surrogate_updates": 200, "jobs_per_scenario": 16},
+        "ppo-paper": {"action_set": "deltas", "num_updates": 200, "jobs_per_scenario": 16},
     }
 )
 """`ppo`: levers, without a model of the job. `ppo-paper`: the published state and actions, a change of each worker's
@@ -144,22 +118,14 @@ KIND = FileKind("a checkpoint of `dynamix learn`", lambda head: head[1:13] == b"
 
 
 class LearningUpdate(msgspec.Struct, frozen=True, kw_only=True):
-    """One update: its batch of episodes, and PPO's numbers (named as cleanrl names them)."""
+    """One update: its batch of jobs, and PPO's numbers (named as cleanrl names them)."""
 
     update: int
     """Number of the update, from 1."""
-    num_episodes: int
-    """Played until now."""
     elapsed_s: float
     """Wall-clock time of learning until now, over all its starts."""
     returns: tuple[float, ...]
-    """Undiscounted, of each episode of the batch."""
-    times_s: tuple[float, ...]
-    """To the target, virtual; a miss counts as the time limit."""
-    num_missed: int
-    vs_rule: float | None
-    """Geometric mean of the times over what `rule` takes in the same scenario: sampled actions, so above the truth;
-    `None` on the surrogate."""
+    """Undiscounted, of each group of jobs in the batch."""
     policy_loss: float
     value_loss: float
     entropy: float
@@ -170,7 +136,8 @@ class LearningUpdate(msgspec.Struct, frozen=True, kw_only=True):
     learning_rate: float
     num_decisions: int
     validation_vs_rule: float | None = None
-    """`vs_rule` of the likeliest actions on the validation seeds; `None` when this update was not validated."""
+    """Geometric mean, on the validation seeds, of the times to the target over what `rule` takes in the same scenario;
+    of the likeliest actions. `None` when this update was not validated."""
 
     @property
     def mean_return(self) -> float:
@@ -235,6 +202,53 @@ Observer = Callable[[LearningUpdate, Sequence[Finding]], None]
 """Called after each update with its row and the failure signatures that began with it."""
 
 
+class EpisodeTask(NamedTuple):
+    """One episode in a virtual cluster."""
+
+    scenario: Scenario
+    seed: int
+    policy: bytes
+    """The file; empty for `rule`."""
+    data: Path | None
+
+    @property
+    def name(self) -> str:
+        """Scenario and seed in words, for messages."""
+        return f"scenario {self.scenario.name}, seed {self.seed}"
+
+
+class EpisodeResult(NamedTuple):
+    """Result of an episode."""
+
+    time_s: float
+    """To the target; a miss counts as the time limit."""
+    missed: bool
+
+
+def play(task: EpisodeTask) -> EpisodeResult:
+    """Run one episode in this process, by the likeliest actions.
+
+    Raises:
+        ValueError: when the scenario's data is missing, or the policy cannot be used.
+    """
+    policy: Policy = policy_named("rule")
+    options: dict[str, float] = {}
+    if task.policy:
+        policy = LearnedPolicy(PolicyFile.from_bytes(task.policy))
+        tracks = "track" in policy.options and policy.options["track"].default == 1
+        if tracks and policy.name not in DIVIDED_BY_RANKS:  # its name does not tell its ranks that they divide
+            options = {"track": 1.0}
+    episode = run_episode(
+        msgspec.structs.replace(task.scenario, fixed_time_s=0.0),  # over when the target is reached
+        policy,
+        data=workload_data(task.scenario.workload, task.data),
+        seed=task.seed,
+        policy_options=options,
+    )
+    reached = episode.time_to_target_s
+    return EpisodeResult(task.scenario.time_limit_s if reached is None else reached, reached is None)
+
+
 class LearningResult(NamedTuple):
     """The learned policy and the rows of all updates."""
 
@@ -265,7 +279,7 @@ def learn(
 
     Raises:
         LearningCheckpointError: when the checkpoint belongs to another plan.
-        EpisodeError: when an episode cannot be played, for example for want of data, or teaches nothing.
+        EpisodeError: when an episode cannot be played, for example for want of data.
     """
     found = LearningCheckpoint.read(checkpoint, plan) if checkpoint else None
     run = _LearningRun(plan, num_workers, data, found)
@@ -334,42 +348,12 @@ class _LearningRun:
         scores |= {"vs_rule": geometric_mean(ratios.values()), "missed": float(sum(run.missed for run in flat))}
         scores["num_runs"] = float(len(flat))
         file = PolicyFile.from_bytes(content)
-        done = self.state.history[: file.metadata.num_updates]
-        metadata = msgspec.structs.replace(
-            file.metadata, scores=scores, num_episodes=done[-1].num_episodes if done else 0
-        )
-        return PolicyFile(metadata, file.tensors)
+        return PolicyFile(msgspec.structs.replace(file.metadata, scores=scores, num_episodes=0), file.tensors)
 
     def update(self) -> None:
-        """Play a batch, learn from it, and validate now and then; the state is that after it."""
+        """Play jobs on the surrogate, learn from them, and validate now and then; the state is that after it."""
         plan, number = self._plan, len(self.state.history)
-        if number == plan.surrogate_updates > 0:
-            self._agent.begin_critic()  # episodes have another reward
-        references_s = {name: float(np.mean(times)) for name, times in self.state.validation_s.items()}
-        scenarios, tasks = plan.learned_from, []
-        for episode in plan.episodes_of(number):
-            scenario, weights = scenarios[episode % len(scenarios)], plan.weights
-            if plan.formula == "time-aware":
-                weights = msgspec.structs.replace(weights, beta=weights.beta / references_s[scenario.name])
-            task = EpisodeTask(
-                scenario=scenario,
-                seed=plan.training_seed(episode),
-                policy=self.state.current,
-                explores=True,
-                formula=plan.formula,
-                weights=weights,
-                data=self._data,
-            )
-            tasks.append(task)
-        played: list[EpisodeResult] = run_in_order(play, tasks, jobs=self._num_workers)
-        trajectories = [found.trajectory for found in played if found.trajectory is not None]
-        if not tasks:
-            trajectories = run_in_order(play_surrogate, self._surrogate_tasks(number), jobs=self._num_workers)
-        elif not trajectories:
-            raise EpisodeError(
-                f"{tasks[0].name}, and all other episodes of update {number + 1}: over before a decision applied to a "
-                "window; raise target_accuracy, or lower window_steps"
-            )
+        trajectories = run_in_order(play_surrogate, self._surrogate_tasks(number), jobs=self._num_workers)
         stats = self._agent.learn(trajectories, progress=number / plan.num_updates)
         self.state.current = self._agent.file().to_bytes()
         is_explained = math.isfinite(stats.explained_variance) and plan.settings.objective == "clipped"
@@ -385,15 +369,7 @@ class _LearningRun:
         numbers = {name: value for name, value in stats._asdict().items() if name in LearningUpdate.__struct_fields__}
         row = LearningUpdate(
             update=number + 1,
-            num_episodes=plan.episodes_of(number).stop,
             returns=tuple(trajectory.total_reward for trajectory in trajectories),
-            times_s=tuple(found.time_s for found in played),
-            num_missed=sum(found.missed for found in played),
-            vs_rule=geometric_mean(
-                run.time_s / references_s[task.scenario.name] for task, run in zip(tasks, played, strict=True)
-            )
-            if tasks
-            else None,
             **(numbers | ({} if is_explained else {"explained_variance": None})),
             validation_vs_rule=vs_rule,
             elapsed_s=self.elapsed_s,
@@ -430,7 +406,7 @@ class _LearningRun:
         """Greedy runs in every scenario; no bytes: of the rule."""
         scenarios = self._plan.learned_from
         tasks = [
-            EpisodeTask(scenario=scenario, seed=first_seed + number, policy=policy, explores=False, data=self._data)
+            EpisodeTask(scenario=scenario, seed=first_seed + number, policy=policy, data=self._data)
             for scenario in scenarios
             for number in range(num_seeds)
         ]

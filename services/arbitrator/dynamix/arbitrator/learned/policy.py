@@ -361,8 +361,8 @@ OPTIONS: Options = {
 class LearnedPolicy:
     """A policy that decides with the network of a file; pure like every policy."""
 
-    def __init__(self, file: PolicyFile, *, name: str = "", version: int = 1, explore: bool = False) -> None:
-        """Prepare the network; `name` replaces the file's, `explore` samples even where the job does not ask for it.
+    def __init__(self, file: PolicyFile, *, name: str = "", version: int = 1) -> None:
+        """Prepare the network; `name` replaces the file's.
 
         Raises:
             PolicyFileError: as `action_set_of`.
@@ -372,7 +372,6 @@ class LearnedPolicy:
         self.digest = bytes.fromhex(file.digest)
         self.action_set = action_set_of(file.metadata)
         self.options: Options = {**OPTIONS, **self.action_set.options}
-        self._explore = explore
         self._actions = file.metadata.actions
         self._forward = Forward(file.tensors, len(file.metadata.settings.hidden_sizes))
         self._normalisation = Normalisation.of_tensors(file.tensors)
@@ -382,7 +381,7 @@ class LearnedPolicy:
         situation = self.action_set.situation(job, window, obs_WF, global_F, carry)
         inputs = self._normalisation.applied(situation.inputs_DI)
         logits = of_levers(self._forward.logits(inputs), self._actions)
-        if not (self._explore or option(self.options, job, "explore") == 1):
+        if option(self.options, job, "explore") != 1:
             decision = situation.decide(likeliest(logits))
             return decision._replace(reason=decision.reason or "the network's likeliest action")
         draws = keyed_generator(job, window, "explore:").random((len(inputs), len(logits)))

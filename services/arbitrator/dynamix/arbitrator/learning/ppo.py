@@ -260,15 +260,6 @@ class Agent:
                 tensors[OPTIMIZER_STEP] = np.array([state["step"].item()], dtype=np.float32)
         return PolicyFile(msgspec.structs.replace(self.metadata, **changes), tensors)
 
-    def begin_critic(self) -> None:
-        """Forget what the critic expects, for rewards of another kind.
-
-        Adam begins again for the actor, too: a file has one number of steps for both.
-        """
-        fresh = _network(self.metadata, torch.Generator().manual_seed(_seed(self.metadata)))
-        self._network.critic.load_state_dict(fresh.critic.state_dict())
-        self._optimizer.state.clear()
-
     def learn(self, trajectories: Sequence[Trajectory], *, progress: float = 0.0) -> UpdateStats:
         """Update the policy from a batch of trajectories, which it decided."""
         assert trajectories, "nothing to learn from"

@@ -23,10 +23,6 @@ class RolloutError(ValueError):
     """The recorded messages do not make a trajectory; the message has the reason."""
 
 
-class NothingDecidedError(RolloutError):
-    """The generation was over before a decision applied to a rewarded window, or nothing in it was sampled."""
-
-
 class Recording(NamedTuple):
     """The recorded messages of one generation: unordered except for states, with duplicates and gaps."""
 
@@ -48,17 +44,6 @@ class Recording(NamedTuple):
         """Whether the ranks applied a later action than there is."""
         last = max((action.window for action in self.actions), default=-1)
         return any(receipt.decided_window > last for receipt in self.applied)
-
-
-class End(NamedTuple):
-    """End of a trajectory."""
-
-    last_window: int | None = None
-    """Later windows do not count; `None`: all do."""
-    terminated: bool = False
-    """Whether the target was reached. Otherwise it was cut off, and the critic's last value follows."""
-    last_share: float = 1.0
-    """Share of the last window's reward that counts: the target is reached inside of it."""
 
 
 class Trajectory(NamedTuple):
@@ -83,12 +68,11 @@ class Trajectory(NamedTuple):
         return float(self.rewards_TD.mean(axis=1).sum())
 
 
-def trajectory_of(recording: Recording, action_set: ActionSet, end: End = End()) -> Trajectory:  # noqa: B008 - frozen
-    """The trajectory of one generation.
+def trajectory_of(recording: Recording, action_set: ActionSet, *, terminated: bool = False) -> Trajectory:
+    """The trajectory of one generation; `terminated`: it did all it meant to, and nothing comes after.
 
     Raises:
-        NothingDecidedError: when no sampled decision that was adopted has a rewarded window.
-        RolloutError: when a state does not fit the job.
+        RolloutError: when no sampled decision that was adopted has a rewarded window, or a state does not fit the job.
     """
     job, actions = recording.job, {action.window: action for action in recording.actions}
     name = f"generation {job.generation} of job {job.job!r}"
@@ -103,7 +87,7 @@ def trajectory_of(recording: Recording, action_set: ActionSet, end: End = End())
         raise RolloutError(f"{name}: {error}") from error
 
     rewards = _rewards_by_window(recording, per_rank=action_set.name == "deltas")
-    last = max(rewards, default=-1) if end.last_window is None else end.last_window
+    last = max(rewards, default=-1)
     begins: dict[int, int] = {}
     for receipt in recording.applied:  # of two decisions that begin at one window the later one is in effect
         if receipt.effective_window <= last:
@@ -111,10 +95,8 @@ def trajectory_of(recording: Recording, action_set: ActionSet, end: End = End())
             begins[receipt.effective_window] = max(before, receipt.decided_window)
     edges = pairwise([*sorted(begins), last + 1])
     spans = [(*recorded.seen[begins[at]], range(at, to)) for at, to in edges if begins[at] in recorded.seen]
-    if end.last_share < 1 and last in rewards:
-        rewards[last] = rewards[last] * end.last_share
     if not spans or not rewards:
-        raise NothingDecidedError(f"{name}: no sampled decision that was adopted has a rewarded window")
+        raise RolloutError(f"{name}: no sampled decision that was adopted has a rewarded window")
     inputs, decided_by, windows = zip(*spans, strict=True)
     mean: Array64 = np.mean(list(rewards.values()), axis=0)
     newest = recorded.seen[max(recorded.seen)][1]
@@ -125,8 +107,8 @@ def trajectory_of(recording: Recording, action_set: ActionSet, end: End = End())
         values_TD=np.stack([_values(action, len(mean)) for action in decided_by]),
         rewards_TD=np.stack([np.sum([rewards.get(at, mean) for at in span], axis=0) for span in windows]),
         num_windows_T=np.array([len(span) for span in windows], dtype=np.int64),
-        next_values_D=np.zeros(len(mean)) if end.terminated else _values(newest, len(mean)),
-        terminated=end.terminated,
+        next_values_D=np.zeros(len(mean)) if terminated else _values(newest, len(mean)),
+        terminated=terminated,
     )
 
 

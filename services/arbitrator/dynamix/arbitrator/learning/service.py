@@ -48,7 +48,7 @@ from dynamix.schemas.messages import Action, Applied, Job, Reward, Signature, St
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 from dynamix.schemas.subjects import check_token
 
-from .rollout import End, Recording, RolloutError, trajectory_of
+from .rollout import Recording, RolloutError, trajectory_of
 
 MAX_REMEMBERED = 1000
 """Names of generations learned from that a policy file keeps, so that a restarted learner learns from none twice."""
@@ -142,16 +142,16 @@ def first_version(policy: str, action_set: ActionSetName, objective: Objective, 
     return Agent.new(metadata).file().to_bytes()
 
 
-def update(content: bytes, lessons: Sequence[tuple[Recording, End]]) -> Outcome:
-    """The next version of a policy, after one update from all lessons that can be used."""
+def update(content: bytes, lessons: Sequence[tuple[Recording, bool]]) -> Outcome:
+    """The next version of a policy, after an update from all usable lessons; with each, whether it terminated."""
     from .ppo import Agent  # noqa: PLC0415 - torch: only in the process of updates
 
     file = PolicyFile.from_bytes(content)
     action_set = action_set_of(file.metadata)
     trajectories, names, refused = [], [], []
-    for recording, end in lessons:
+    for recording, terminated in lessons:
         try:
-            trajectories.append(trajectory_of(recording, action_set, end))
+            trajectories.append(trajectory_of(recording, action_set, terminated=terminated))
             names.append(generation_name(recording.job))
         except RolloutError as error:
             refused.append(str(error))
@@ -272,7 +272,7 @@ class _Learner:
         self._executor = executor
         self._store = PolicyStore(context.bus)
         self._running: dict[str, Job] = {}
-        self._lessons: list[tuple[Recording, End]] = []
+        self._lessons: list[tuple[Recording, bool]] = []
         self._content = b""
         self._metadata: PolicyMetadata
         self._version = 0
@@ -345,7 +345,7 @@ class _Learner:
                     num_unrewarded=found.num_unrewarded,
                     grace_s=settings.grace_s,
                 )
-            self._lessons.append((found, End(terminated=terminated and not found.num_unrewarded)))
+            self._lessons.append((found, terminated and not found.num_unrewarded))
         if len(self._lessons) >= settings.generations_per_update:
             lessons, self._lessons = self._lessons, []
             loop = asyncio.get_running_loop()  # an update takes seconds and must not delay the heartbeat
