@@ -67,8 +67,7 @@ $(FRAMEWORKS)/.installed: constraints-frameworks.txt $(STAMP)
 	$(PYTHON) -m venv --clear $(FRAMEWORKS)
 	echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" >"$$($(FRAMEWORKS)/bin/python $(PURELIB))/base.pth"
 	$(FRAMEWORKS)/bin/python -m pip install $(filter-out --no-compile,$(PIP)) -c constraints.txt -c constraints-frameworks.txt torch \
-	    accelerate lightning transformers wandb mlflow-skinny pandas pyarrow datasets webdataset torchdata \
-	    opentelemetry-sdk opentelemetry-exporter-otlp-proto-http
+	    accelerate lightning transformers wandb mlflow-skinny pandas pyarrow datasets webdataset torchdata
 	@touch $@
 
 gpu: venv ## what is marked gpu, on a machine that has one: clock, norms, half precision, memory, NCCL, torch.compile

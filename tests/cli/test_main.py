@@ -95,7 +95,7 @@ def test_a_full_standard_output_is_a_sentence_and_1(arguments: str, buffering: d
 
 @pytest.mark.parametrize(
     ("command", "package", "extra"),
-    [("up", "structlog", "cli"), ("learn", "torch", "train"), ("trace", "opentelemetry.sdk", "otel")],
+    [("up", "structlog", "cli"), ("learn", "torch", "train"), ("export", "pyarrow.parquet", "tables")],
 )
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(
     capsys: pytest.CaptureFixture[str], command: str, package: str, extra: str

@@ -26,7 +26,6 @@ EXTRAS = {
     **dict.fromkeys(("nacl", "prometheus_client", "safetensors", "structlog", "uvloop"), "cli"),
     **dict.fromkeys(("joblib", "matplotlib", "rich", "scipy", "starlette", "uvicorn"), "cli"),
     "torch": "train",
-    "opentelemetry": "otel",
     "pyarrow": "tables",
 }
 """Packages that only some commands need, and the extra that brings them."""

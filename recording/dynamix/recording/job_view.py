@@ -1,4 +1,4 @@
-"""A job as its messages describe it, now and window by window: for `dynamix top`, the page, `inspect`, tables, traces.
+"""A job as its messages describe it, now and window by window: for `dynamix top`, the page, `inspect`, tables.
 
 In: the messages of one job, in any order, each with the time when the broker stored it. Out: a `JobView` with the
 newest window, ranks, nodes, decision and rewards, and a `Window` for each window. Pure: no bus, no clock, no terminal.
