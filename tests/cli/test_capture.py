@@ -15,12 +15,11 @@ from tests.support import examples
 from tests.support.brokers import ConfiguredServer
 from tests.support.examples import applied, event, reward
 
-from dynamix.cli import source as source_module
 from dynamix.cli.commands import capture as command_module
+from dynamix.cli.commands.capture import Source
 from dynamix.cli.errors import CommandError
 from dynamix.cli.jobs import chosen
 from dynamix.cli.services import bus_environment
-from dynamix.cli.source import Source
 from dynamix.recording import capture
 from dynamix.recording.capture import CaptureReader, CutOffError, Record
 from dynamix.recording.fingerprint import fingerprint
@@ -114,7 +113,7 @@ async def test_the_past_is_all_that_is_stored_of_the_job_in_the_order_of_storing
 async def test_a_capture_made_live_ends_with_the_job_and_agrees_with_one_of_the_past(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source_module, "QUIET_S", 0.3)
+    monkeypatch.setattr(command_module, "QUIET_S", 0.3)
     told = story(4)
     await publish(bus, told[:12])
     live: list[Record] = []

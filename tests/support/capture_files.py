@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.support import examples
 
-from dynamix.cli.source import Source
+from dynamix.cli.commands.capture import Source
 from dynamix.recording.capture import CaptureEnd, CaptureHeader, CaptureWriter, EndReason, Record
 from dynamix.recording.fingerprint import Fingerprint
 from dynamix.runtime.bus import Bus
