@@ -24,7 +24,6 @@ REFUSED = [
     ("capture job", "the following arguments are required: -o/--output"),
     ("capture mnist/1 -o x.dxc", "'mnist/1' names no job: use 1 to 63 of the characters a-z, 0-9 and '-'"),
     ("capture job -o -", "'-' does not stand for standard output here: name a file"),
-    (f"inspect {DEMO} --window 30", "the capture has no such window; it has 0 to 29"),
     (f"replay {DEMO} --policy-file /none", "cannot read the policy file /none"),
     ("simulate nowhere", "scenario 'nowhere' is neither a file nor among those that are shipped: heldout/adam, "),
     ("simulate train/mixed-8 --policy oracle", "'oracle' stands for several runs: use `dynamix evaluate"),
@@ -39,7 +38,6 @@ REFUSED = [
     (f"export {DEMO} -o job.xlsx", "job.xlsx: its ending names no format: choose one with --format"),
     (f"export {DEMO} --format parquet", "Parquet is not text: name a file with -o FILE"),
     ("calibrate x --workload w -o My.toml", "the scenario gets the name of the file"),
-    (f"trace {DEMO} --endpoint localhost:4318", "'localhost:4318' is no URL: write http://host:4318/v1/traces"),
 ]
 
 

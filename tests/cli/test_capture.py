@@ -186,16 +186,6 @@ def beginning(path: Path) -> list[Record]:
     return found
 
 
-@pytest.mark.usefixtures("address")
-async def test_so_many_windows_and_no_more(bus: Bus, tmp_path: Path) -> None:
-    await publish(bus, told := story(5))
-    path = tmp_path / "job.dxc"
-    assert await typed("capture", examples.JOB, "--windows", "2", "-o", str(path)) == 0
-    assert finished(path) == (expected(told[: 1 + 2 * len(window_of(0))]), "windows")
-    assert await typed("capture", examples.JOB, "--past", "--windows", "9", "-o", str(path), "--force") == 0
-    assert identities(capture.records(path)) == expected(told)
-
-
 def test_a_job_is_found_by_how_its_id_begins_if_that_is_one() -> None:
     def called(name: str, phase: str = "running") -> Job:
         return msgspec.structs.replace(job(phase), job=name)

@@ -68,15 +68,6 @@ def test_json_says_all_and_nothing_else_is_on_standard_output(capsys: pytest.Cap
     assert [rank["metrics"]["training"]["num_samples"] for rank in third["ranks"]] == [10 * size for size in sizes]
 
 
-def test_one_window_is_shown_with_every_rank(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    report = tmp_path / "window.json"
-    assert shown(DEMO, "--window", "2", "--json", str(report)) == 0
-    output = capsys.readouterr().out
-    assert "from step 20 on under the action of window 0: " in output
-    assert "by proportional version 1 (fixed), watermark" in output
-    assert [window["window"] for window in json.loads(report.read_text())["windows"]] == [2]
-
-
 def test_what_is_missing_is_named_by_kind_node_and_window(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     actions = chained(6)
     messages: list[Message] = [examples.job(), *window_of(0), actions[0], *window_of(1)[:-1], actions[1]]
@@ -99,10 +90,6 @@ def test_restarts_stand_one_after_the_other(tmp_path: Path, capsys: pytest.Captu
     path = tmp_path / "job.dxc"
     assert shown(path) == 0
     assert "\n   1:0 " in capsys.readouterr().out
-    assert shown(path, "--window", "0") == 0
-    assert "window 0 of generation 1: global batch" in capsys.readouterr().out
-    assert shown(path, "--window", "0:0") == 0
-    assert "window 0 of generation 0: global batch" in capsys.readouterr().out
 
 
 def test_doubles_and_what_cannot_be_read_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,10 +85,10 @@ def test_arbitrary_records_are_read_back(tmp_path: Path, content: list[tuple[str
         Record(stream, sequence, sequence * 7, f"a.{name}", name, payload)
         for sequence, (stream, name, payload) in enumerate(content, start=1)
     ]
-    with CaptureReader(capture_files.write(tmp_path / "any.dxc", given_records, reason="windows")) as reader:
+    with CaptureReader(capture_files.write(tmp_path / "any.dxc", given_records, reason="stored")) as reader:
         assert reader.header == capture_files.header()
         assert list(reader) == given_records
-        assert reader.end == CaptureEnd(reason="windows", num_records=len(content))
+        assert reader.end == CaptureEnd(reason="stored", num_records=len(content))
 
 
 @given(data=st.data())

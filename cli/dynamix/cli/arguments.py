@@ -54,14 +54,6 @@ seed = count(0, MAX_SEED)
 """An argument's type: a seed of random numbers."""
 
 
-def window_key(text: str) -> tuple[int | None, int]:
-    """An argument's type: a window, as `N` or `GENERATION:N`; the generation is `None` for the former."""
-    generation, separator, window = text.rpartition(":")
-    if not window.isdecimal() or (separator and not generation.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r}: write a window as N or GENERATION:N")
-    return int(generation) if separator else None, int(window)
-
-
 class OutputPath(str):
     """The path of a file to write; `check_outputs` checks it once all arguments are known."""
 

@@ -52,9 +52,8 @@ STREAMS = (JOBS.name, REPORTS.name, FEED.name, ACTIONS.name)
 """The streams of a job, in the order in which messages of the same nanosecond stand in a capture."""
 FOREVER_NS = 1 << 63
 
-EndReason = Literal["ended", "stored", "windows", "interrupted"]
-"""Reason for the end of a capture: the job has ended, everything stored was read, enough windows were read, or a signal
-came."""
+EndReason = Literal["ended", "stored", "interrupted"]
+"""Reason for the end of a capture: the job has ended, everything stored was read, or a signal came."""
 
 
 class WindowKey(NamedTuple):

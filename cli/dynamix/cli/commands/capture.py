@@ -2,7 +2,6 @@
 
   dynamix capture JOB -o FILE            from the first stored message on, until the job has ended
   dynamix capture JOB -o FILE --past     what is stored now
-  dynamix capture JOB -o FILE --windows 100
 
 The broker keeps only the newest specification: capture a job while it runs to have its start. Ctrl-C completes the
 file; after a kill the file is readable up to that point.
@@ -16,7 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dynamix.cli.arguments import add_json_argument, add_output_argument, count
+from dynamix.cli.arguments import add_json_argument, add_output_argument
 from dynamix.cli.connection import connected, find
 from dynamix.cli.jobs import check_job, chosen, known_jobs
 from dynamix.cli.output import CAPTURE, Document, write_result, writing
@@ -48,7 +47,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--past", action="store_true", help="record only what is stored now, also if the job is running"
     )
-    parser.add_argument("--windows", type=count(), metavar="N", help="end after the job's first N stored windows")
     add_json_argument(parser)
 
 
@@ -69,18 +67,12 @@ async def _from_bus(arguments: argparse.Namespace) -> Document:
     async with connected(find(os.environ), "capture") as bus:
         job = chosen(await known_jobs(bus), arguments.job).job
         with stop_event() as stop:
-            return await capture(bus, job, Path(arguments.output), stop, past=arguments.past, most=arguments.windows)
+            return await capture(bus, job, Path(arguments.output), stop, past=arguments.past)
 
 
-async def capture(
-    bus: Bus, job: str, path: Path, stop: asyncio.Event, *, past: bool = False, most: int | None = None
-) -> Document:
-    """Write a job's records to a file, until it has ended, `stop` is set or its first `most` windows are there.
-
-    A window is complete when the first report of the next one comes: a window takes longer than deciding on it.
-    """
+async def capture(bus: Bus, job: str, path: Path, stop: asyncio.Event, *, past: bool = False) -> Document:
+    """Write a job's records to a file, until it has ended or `stop` is set; with `past` those stored now."""
     windows: set[WindowKey] = set()
-    is_full = False
     source = Source(bus, job, past=past, stop=stop)
 
     async def flush() -> None:
@@ -95,18 +87,13 @@ async def capture(
         async with contextlib.aclosing(source.batches()) as batches, beside(flush()):
             async for batch in batches:
                 for record in batch:
-                    window = record.key if record.kind == "report" else None
-                    if window is not None and window not in windows and len(windows) == most:
-                        is_full = True
-                        break
-                    windows |= {window} if window is not None else set()
+                    if record.kind == "report" and record.key is not None:
+                        windows.add(record.key)
                     writer.write_record(record)
                 progress.show(
                     f"{len(windows)} windows, {writer.num_records} messages, {writer.num_bytes / 1024:.0f} KiB"
                 )
-                if is_full:
-                    break
-        end = writer.finish("windows" if is_full else source.reason)
+        end = writer.finish(source.reason)
     return {
         "file": str(path),
         "job": job,

@@ -1,7 +1,6 @@
 """Show the contents of a capture: windows, decisions, rewards, gaps, and whether it was made by this build.
 
-  dynamix inspect FILE                   a line for each window
-  dynamix inspect FILE --window 12       one window with every rank; 1:12 means window 12 of generation 1
+`--json` has every rank of every window, `dynamix dashboard FILE` shows them.
 
 Exit code 1 means a damaged or cut off file, undecodable messages, or a broken chain of actions.
 """
@@ -9,14 +8,14 @@ Exit code 1 means a damaged or cut off file, undecodable messages, or a broken c
 import argparse
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
-from dynamix.cli.arguments import STANDARD_OUTPUT, add_json_argument, window_key
+from dynamix.cli.arguments import STANDARD_OUTPUT, add_json_argument
 from dynamix.cli.documents import window_document
-from dynamix.cli.errors import MisuseError, explained, reading
+from dynamix.cli.errors import explained, reading
 from dynamix.cli.output import document_of, write_json
 from dynamix.cli.terminal import UNKNOWN, formatted, print_table, ranges, sizes_text
 from dynamix.recording.capture import (
@@ -31,7 +30,7 @@ from dynamix.recording.job_view import JobView, Window
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import BrokenChainError, ChainCheck
 from dynamix.schemas.codec import decode_any
-from dynamix.schemas.messages import Action, Event, Job, RankMetrics
+from dynamix.schemas.messages import Action, Event, Job
 from dynamix.schemas.messages.allocation import EXACT
 
 MOST_MISSING = 1000
@@ -41,51 +40,20 @@ HEADINGS = (
     *("decided", "after, ms", "adopted", "reward"),
 )
 LEFT = ("sizes", "probe", "decided")
-DETAIL_COLUMNS: dict[str, Callable[[RankMetrics], str]] = {
-    "size": lambda rank: str(rank.training.local_batch_size),
-    "next": lambda rank: str(rank.training.pending_local_batch_size),
-    "samples": lambda rank: str(rank.training.num_samples),
-    "loss": lambda rank: formatted(rank.training.loss, "{:.3f}"),
-    "accuracy": lambda rank: formatted(rank.training.accuracy, "{:.1%}"),
-    "step, ms": lambda rank: formatted(rank.training.step_time_s, "{:.2f}", 1000),
-    "data": lambda rank: formatted(rank.training.data_time_s, "{:.2f}", 1000),
-    "compute": lambda rank: formatted(rank.training.compute_time_s, "{:.2f}", 1000),
-    "sync": lambda rank: formatted(rank.training.sync_time_s, "{:.2f}", 1000),
-    "update": lambda rank: formatted(rank.training.update_time_s, "{:.2f}", 1000),
-    "cpu": lambda rank: formatted(rank.system.cpu_time_ratio, "{:.2f}"),
-    "memory": lambda rank: formatted(rank.system.memory_ratio, "{:.1%}"),
-    "sent, B": lambda rank: str(rank.network.tx_bytes) if rank.network else UNKNOWN,
-    "retrans": lambda rank: str(rank.network.retransmits) if rank.network else UNKNOWN,
-    "rtt, us": lambda rank: formatted(rank.network.srtt_us if rank.network else None, "{:.0f}"),
-}
-"""Columns of the table of ranks, by heading."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("file", metavar="FILE", help="a capture, written by `dynamix capture JOB -o FILE`")
-    what = "show only this window, with every rank; of several restarts the last, unless GENERATION:N"
-    parser.add_argument("--window", type=window_key, metavar="N", help=what)
     add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Read and show; 1 when the file is cut off or damaged, or holds messages that cannot be used."""
     with explained(CaptureError), reading(arguments.file):
-        keep_ranks = arguments.window is not None or arguments.json is not None
-        inspection = inspect(Path(arguments.file), keep_ranks=keep_ranks)
-    here, shows = fingerprint(), arguments.json != STANDARD_OUTPUT
-    windows = inspection.view.history
-    if arguments.window is not None:
-        generation, number = arguments.window
-        found = [one for one in windows if one.window == number and generation in (None, one.generation)]
-        if not found:
-            held = f"{windows[0].window} to {windows[-1].window}" if windows else "none"
-            raise MisuseError(f"the capture has no such window; it has {held}")
-        windows = found[-1:]
-        if shows:
-            _print_window(inspection.view, windows[0])
-    elif shows:
+        inspection = inspect(Path(arguments.file), keep_ranks=arguments.json is not None)
+    here = fingerprint()
+    if arguments.json != STANDARD_OUTPUT:
         print(*lines(inspection, here), sep="\n")
         _print_windows(inspection)
         for one in inspection.events:
@@ -96,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         document |= {
             "fingerprint_differences": differences(inspection.header.fingerprint, here),
             "gaps": inspection.gaps(),
-            "windows": [window_document(window) for window in windows],
+            "windows": [window_document(window) for window in inspection.view.history],
         }
         write_json(document, arguments.json)
     return 1 if inspection.fault or inspection.malformed or inspection.chain_fault else 0
@@ -265,47 +233,3 @@ def _decided(action: Action | None) -> str:
         return UNKNOWN
     exchange = action.allocation.exchange
     return sizes_text(action.local_batch_sizes) + ("" if exchange == EXACT else f", {exchange.label}")
-
-
-def _print_window(view: JobView, window: Window) -> None:
-    """Print the window's ranks and metrics, the decision made on it, and the decisions adopted in it."""
-    measured = {rank.rank: rank for node in window.nodes.values() for rank in node.ranks}
-    rewards = {rank.rank: rank for node in window.nodes.values() for rank in node.rewards}
-    terms = list(dict.fromkeys(name for reward in rewards.values() for name in reward.terms))
-    rows = [
-        (
-            str(rank),
-            *(cell(measured[rank]) if rank in measured else UNKNOWN for cell in DETAIL_COLUMNS.values()),
-            formatted(rewards[rank].reward if rank in rewards else None),
-            *(formatted(rewards[rank].terms.get(name) if rank in rewards else None) for name in terms),
-        )
-        for rank in sorted(measured | rewards)
-    ]
-    if rows:
-        print_table(("rank", *DETAIL_COLUMNS, "reward", *terms), rows)
-    where = f"window {window.window} of generation {window.generation}"
-    found = []
-    if (metrics := window.metrics) is not None:
-        found.append(
-            f"{where}: global batch {metrics.global_batch_size}, step {metrics.step_time_s * 1000:.1f} ms, "
-            f"{formatted(metrics.throughput, '{:.0f}')} samples/s, "
-            f"noise scale {formatted(metrics.noise_scale, '{:.0f}')}, mean reward {formatted(window.mean_reward())}"
-        )
-    if (action := window.action) is None:
-        found.append(f"no action for {where}")
-    else:
-        found.append(
-            f"decided: {_decided(action)} by {action.policy} version {action.policy_version} "
-            f"({action.allocation.split}), watermark {action.watermark}{', after a gap' if action.gap else ''}, "
-            f"{len(action.carry)} bytes of memory, "
-            f"{action.hash.hex()[:16]} after {action.previous_hash.hex()[:16] or 'nothing'}"
-        )
-    for applied in (adopted.applied for adopted in view.adopted(window) if adopted.applied is not None):
-        refused = ", ".join(f"{number} {reason}" for reason, number in applied.num_refused.items())
-        found.append(
-            f"from step {applied.effective_step} on under the action of window {applied.decided_window}: "
-            + sizes_text(applied.local_batch_sizes)
-            + ("" if applied.exchange == EXACT else f", gradients {applied.exchange.label}")
-            + (f"; refused so far: {refused}" if refused else "")
-        )
-    print(*found, sep="\n")
