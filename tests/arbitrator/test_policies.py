@@ -4,12 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from docs.policies import document
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import examples
 
 from dynamix.arbitrator import policies
-from dynamix.arbitrator.document import document
 from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import SHIPPED_POLICIES, PolicyFile, shipped_names, shipped_policy
 from dynamix.arbitrator.learning.service import LearnerSettings
@@ -106,7 +106,7 @@ def test_random_draws_published_deltas_and_the_same_ones_in_a_replay() -> None:
 
 def test_the_document_is_up_to_date_and_every_policy_of_the_folder_is_registered() -> None:
     path = Path(__file__).parents[2] / "docs" / "policies.md"
-    assert path.read_text() == document(), "run: python -m dynamix.arbitrator.document > docs/policies.md"
+    assert path.read_text() == document(), "run: python docs/policies.py > docs/policies.md"
     paths = Path(policies.__file__).parent.glob("*.py")
     modules = [import_module(f"{policies.__name__}.{path.stem}") for path in paths if path.stem != "__init__"]
     classes = {one for module in modules for _, one in inspect.getmembers(module, inspect.isclass)}
