@@ -1,9 +1,10 @@
 """Fit a virtual cluster to a real job: its metric windows become a scenario file.
 
-  dynamix calibrate JOB --workload fashion-14-cnn -o mine.toml --png mine.png
+  dynamix calibrate JOB --workload fashion-14-cnn -o mine.toml
 
 SOURCE is a job on the bus, or a capture of one (`dynamix capture JOB -o FILE`). The local batch sizes should have
-varied: run the job with `--policy random`. Each window's virtual step time comes from a fit on other windows.
+varied: run the job with `--policy random`. Each window's virtual step time comes from a fit on other windows. What
+windows do not show (learning_rate, the kind of Adam, a target) has a default: set it in the scenario.
 """
 
 import argparse
@@ -11,14 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dynamix.cli.arguments import (
-    STANDARD_OUTPUT,
-    add_json_argument,
-    add_option,
-    add_output_argument,
-    add_png_argument,
-    number,
-)
+from dynamix.cli.arguments import STANDARD_OUTPUT, add_json_argument, add_output_argument
 from dynamix.cli.errors import CommandError, MisuseError, explained, reading
 from dynamix.cli.output import SCENARIO, write_file, write_json
 from dynamix.cli.terminal import print_table
@@ -43,19 +37,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="the workload that the virtual cluster trains (scenarios/README.md)",
     )
     add_output_argument(parser, SCENARIO, "write the scenario (TOML)")
-    what = "optimizer of the virtual cluster (default: of the job's family)"
-    parser.add_argument("--optimizer", choices=("sgd", "adam", "adamw"), help=what)
-    add_option(parser, "--learning-rate", 0.05, "learning rate of the virtual cluster")
-    parser.add_argument(
-        "--target", type=number(0, 1, above=True), help="validation accuracy (default: the best that the job reported)"
-    )
     add_json_argument(parser)
-    add_png_argument(parser, "draw virtual and real step times")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Read the job, fit the cluster, and write the results."""
-    from .fit import CalibrationSettings, calibrate, scenario_text
+    from .fit import calibrate, scenario_text
 
     path, name = Path(arguments.source), Path(arguments.output or "calibrated").stem
     if not subjects.is_token(name):
@@ -74,15 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if not jobs:
         raise CommandError(f"{path} has no specification of the job: capture the job again")
-    settings = CalibrationSettings(
-        workload=arguments.workload,
-        name=name,
-        optimizer=arguments.optimizer,
-        learning_rate=arguments.learning_rate,
-        target_accuracy=arguments.target,
-    )
     try:
-        calibration = calibrate(windows, settings, jobs[-1])
+        calibration = calibrate(windows, jobs[-1], arguments.workload, name)
     except ValueError as error:
         raise CommandError(f"{arguments.source}: {error}") from error
     is_shown = arguments.json != STANDARD_OUTPUT
@@ -96,10 +76,6 @@ def run(arguments: argparse.Namespace) -> int:
         write_file(arguments.output, scenario_text(calibration.scenario, comment).encode())
         if is_shown:
             print(f"Scenario: {arguments.output}; try it: dynamix simulate {arguments.output}")
-    if arguments.png:
-        _draw(calibration, arguments.source, arguments.png)
-        if is_shown:
-            print(f"Picture: {arguments.png}")
     write_json(calibration, arguments.json)
     return 0
 
@@ -157,22 +133,3 @@ def _show(calibration: "Calibration") -> None:
     )
     for remark in calibration.remarks:
         print(f"- {remark}")
-
-
-def _draw(calibration: "Calibration", source: str, path: str) -> None:
-    """Write a PNG: virtual and real step times."""
-    from matplotlib.figure import Figure
-
-    from dynamix.cli.figures import COLOURS, finish, save
-
-    figure, found = Figure(figsize=(9, 5), layout="constrained"), calibration.comparisons
-    axes, windows = figure.subplots(), [each.window for each in found]
-    real, virtual = ([1000 * getattr(each, time) for each in found] for time in ("step_time_s", "virtual_step_time_s"))
-    axes.plot(windows, real, color=COLOURS[0], label="real", linewidth=1.5)
-    axes.plot(windows, virtual, color=COLOURS[3], label="virtual, fitted to other windows", linewidth=1)
-    finish(axes, title="Step time, mean of each window", xlabel="window", ylabel="ms")
-    figure.suptitle(
-        f"{source}: virtual step times are off by {calibration.median_error:.1%} in the median, "
-        f"{calibration.p90_error:.1%} at the 90th percentile ({calibration.num_windows} windows)"
-    )
-    save(figure, path)

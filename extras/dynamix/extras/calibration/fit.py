@@ -8,7 +8,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -419,24 +419,11 @@ OTHER_MODEL = 0.2
 """Another model was trained when the bytes sent differ from the workload's by more than this share."""
 
 
-class CalibrationSettings(NamedTuple):
-    """Properties of a job that its metric windows do not contain."""
-
-    workload: str
-    name: str = "calibrated"
-    optimizer: Literal["sgd", "adam", "adamw"] | None = None
-    """`None`: by the job's optimizer family."""
-    learning_rate: float = 0.05
-    target_accuracy: float | None = None
-    """`None`: the best accuracy that the job reported, else 0.8."""
-
-
-def scenario_of(fit: Fit, seen: Observations, settings: CalibrationSettings, job: Job) -> Scenario:
-    """The scenario, with the bounds of the job."""
+def scenario_of(fit: Fit, seen: Observations, job: Job, workload: str, name: str) -> Scenario:
+    """The scenario, with the bounds of the job; the target is the best accuracy that it reported, else the default."""
     duration_s = _rounded(float(seen.duration_s.sum()))
-    target, accuracies = settings.target_accuracy, seen.held_out_accuracy[np.isfinite(seen.held_out_accuracy)]
-    if target is None:
-        target = math.floor(float(accuracies.max()) * 1000) / 1000 if len(accuracies) else DEFAULT_TARGET
+    accuracies = seen.held_out_accuracy[np.isfinite(seen.held_out_accuracy)]
+    target = math.floor(float(accuracies.max()) * 1000) / 1000 if len(accuracies) else DEFAULT_TARGET
     jitter, stragglers, congestion = round(fit.jitter, 4), None, None
     if fit.stragglers is not None:
         stragglers = Stragglers(
@@ -456,11 +443,10 @@ def scenario_of(fit: Fit, seen: Observations, settings: CalibrationSettings, job
         )
     mean, most = math.exp(fit.jitter**2 / 2), max(job.max_local_batch_sizes)  # jitter has median 1
     return Scenario(
-        name=settings.name,
+        name=name,
         family="calibrated",
-        workload=settings.workload,
-        optimizer=settings.optimizer or job.optimizer_family,
-        learning_rate=settings.learning_rate,
+        workload=workload,
+        optimizer=job.optimizer_family,
         learning_rate_rule=job.learning_rate_rule,
         window_steps=job.window_steps,
         base_global_batch_size=job.base_global_batch_size,
@@ -481,7 +467,7 @@ def scenario_of(fit: Fit, seen: Observations, settings: CalibrationSettings, job
             )
             for rank, size in zip(fit.ranks, job.max_local_batch_sizes, strict=True)
         ),
-        network=Network() if fit.exposure is None else _network(fit.exposure, seen, settings.workload),
+        network=Network() if fit.exposure is None else _network(fit.exposure, seen, workload),
         stragglers=stragglers,
         congestion=congestion,
         decision=DecisionCost(cost_s=0.0, cost_per_doubling_s=0.0),  # the overheads contain the cost
@@ -550,7 +536,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     comparisons: tuple[StepTimeComparison, ...]
 
 
-def calibrate(windows: Iterable[MetricWindow], settings: CalibrationSettings, job: Job) -> Calibration:
+def calibrate(windows: Iterable[MetricWindow], job: Job, workload: str, name: str = "calibrated") -> Calibration:
     """Fit a scenario to the windows of one job, of all nodes.
 
     Raises:
@@ -561,15 +547,15 @@ def calibrate(windows: Iterable[MetricWindow], settings: CalibrationSettings, jo
             f"this job exchanged gradients with {job.initial_exchange.label}, which the network of a scenario does not "
             "model: calibrate to a run with exact training"
         )
-    gradient_bytes = workload_named(settings.workload).gradient_bytes
+    gradient_bytes = workload_named(workload).gradient_bytes
     seen, num_left_out = observe(windows)
     fit = fit_observations(seen)
-    scenario = scenario_of(fit, seen, settings, job)
+    scenario = scenario_of(fit, seen, job, workload, name)
     comparisons: list[Any] = [None] * len(seen.step_s)
     for part, others in ((slice(0, None, 2), slice(1, None, 2)), (slice(1, None, 2), slice(0, None, 2))):
         other = seen.select(others)
         found = fit_observations(other)
-        virtual = scenario_of(found, other, settings, job)
+        virtual = scenario_of(found, other, job, workload, name)
         comparisons[part] = compare(found, virtual, seen.select(part), gradient_bytes)
     errors = [abs(each.virtual_step_time_s / each.step_time_s - 1) for each in comparisons]
     return Calibration(
