@@ -1,6 +1,6 @@
 """Run one job on a virtual cluster: real gradients, virtual time.
 
-  dynamix simulate train/mixed-8 --policy rule --png run.png
+  dynamix simulate train/mixed-8 --policy rule --windows
   dynamix simulate mine.toml --policy static:local_batch_size=128 --seed 3 --json -
 
 SCENARIO is a file (scenarios/README.md), or the name of one that comes with the package.
@@ -16,7 +16,6 @@ from dynamix.cli.arguments import (
     add_data_argument,
     add_json_argument,
     add_option,
-    add_png_argument,
     seed,
 )
 from dynamix.cli.errors import MISUSED, explained, reading
@@ -40,7 +39,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_data_argument(parser)
     parser.add_argument("--windows", action="store_true", help="show a line for each window")
     add_json_argument(parser)
-    add_png_argument(parser, "draw accuracy, batch sizes and step time over virtual time")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -125,33 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
         "windows": windows,
     }
     write_json(result, arguments.json)
-    if arguments.png is not None:
-        points = [(point.time_s, point.accuracy) for point in episode.evaluations]
-        draw(title, points, scenario.target_accuracy, windows, arguments.png)
     return 0
-
-
-def draw(
-    title: str, points: Sequence[tuple[float, float]], target: float, windows: Sequence[Document], path: str
-) -> None:
-    """Write a PNG; `points` are times and accuracies."""
-    from matplotlib.figure import Figure
-
-    from dynamix.cli.figures import finish, save
-
-    figure = Figure(figsize=(9, 9), layout="constrained")
-    accuracy, sizes, times = figure.subplots(3, 1, sharex=True, height_ratios=(1.3, 1.3, 1))
-    accuracy.plot(*zip(*points, strict=True))
-    accuracy.axhline(target, color="black", linewidth=0.8, linestyle="--")
-    finish(accuracy, from_zero=False, ylabel="validation accuracy", title=title)
-    ends = [0.0, *(window["time_s"] for window in windows)]
-    by_rank = [window["local_batch_sizes"] for window in windows]
-    sizes.stairs(list(map(min, by_rank)), ends, baseline=list(map(max, by_rank)), fill=True, alpha=0.35, label="ranks")
-    sizes.stairs([sum(row) / len(row) for row in by_rank], ends, color="black", label="mean")
-    finish(sizes, ylabel="local batch size")
-    times.stairs([window["step_time_s"] * 1000 for window in windows], ends)
-    finish(times, ylabel="step time [ms]", xlabel="virtual time [s]")
-    save(figure, path)
 
 
 def scenario_named(text: str) -> "Scenario":
