@@ -41,18 +41,6 @@ def test_it_writes_a_policy_of_the_preset_as_it_was_changed_and_says_what_it_is_
     assert (metadata.settings.objective, metadata.reward_formula) == ("simplified", "paper-adam")
     assert metadata.reward_weights == {"accuracy": 1.0, "alpha": 1.0, "beta": 0.1, "delta": 0.0, "eta": 0.01}
     content = json.loads(figures.read_text())
-    assert content["finished"]
     assert [row["update"] for row in content["updates"]] == [1, 2, 3]
     assert content["metadata"]["scores"] == metadata.scores
     assert sorted(path.name for path in tmp_path.iterdir()) == ["learned.json", "mine.safetensors", "scenarios"]
-
-
-def test_time_that_is_over_is_said_and_the_same_command_goes_on(
-    scenarios: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["learn", "--scenarios", str(scenarios), "-o", str(tmp_path / "ppo.safetensors"), *TINY]
-    assert main([*command, "--minutes", "0"]) == 0
-    assert "continues from" in capsys.readouterr().out
-    assert main(command) == 0
-    assert (tmp_path / "ppo.safetensors").exists()
-    assert not (tmp_path / "ppo.safetensors.checkpoint").exists()

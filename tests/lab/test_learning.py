@@ -47,7 +47,6 @@ def test_learning_is_the_same_to_the_last_bit_however_often_it_is_killed(tmp_pat
         msgspec.structs.replace(row, elapsed_s=0.0) for row in whole.history
     ]
     assert len(whole.history) == 3
-    assert whole.finished
 
 
 @pytest.mark.parametrize("policy", ["ppo", "ppo-paper"])

@@ -23,7 +23,6 @@ from dynamix.cli.arguments import (
     add_option,
     add_output_argument,
     add_png_argument,
-    number,
     seed,
 )
 from dynamix.cli.errors import INTERRUPTED, MISUSED, MisuseError, explained
@@ -43,7 +42,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", default="ppo", help="ppo, ppo-paper, or another name: ppo's preset")
     add_option(parser, "--seed", 0, "random seed of the learning", type=seed)
     add_output_argument(parser, POLICY, "default: POLICY-SEED.safetensors")
-    parser.add_argument("--minutes", type=number(0), help="stop after this time; the same command continues")
     add_option(parser, "--workers", 2, "worker processes")
     add_data_argument(parser)
     what = "change the preset: a field of LearningPlan, Weights or PPOSettings, e.g. num_updates=200 or clip_coef=0.1"
@@ -53,7 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Learn; 0 when the plan is done, 130 when it was interrupted."""
+    """Learn; 0 when the plan is done, 130 when it was interrupted: the same command continues then."""
     from dynamix.lab.learning import learn
     from dynamix.lab.learning.run import KIND, LearningCheckpointError
     from dynamix.lab.simulator.episode import EpisodeError
@@ -87,7 +85,6 @@ def run(arguments: argparse.Namespace) -> int:
                 plan,
                 num_workers=arguments.workers,
                 checkpoint=checkpoint,
-                minutes=arguments.minutes,
                 data=arguments.data,
                 observer=report,
             )
@@ -95,16 +92,12 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"\ninterrupted: the same command continues from {checkpoint}", file=sys.stderr)
             return INTERRUPTED
         write_file(output, learned.file.to_bytes())
-        if learned.finished:
-            checkpoint.unlink(missing_ok=True)
+        checkpoint.unlink(missing_ok=True)
         scores, prefix = learned.file.metadata.scores, "vs_rule/"
         lines = [f"{name.removeprefix(prefix):<28}{scores[name]:.3f}" for name in sorted(scores) if prefix in name]
         lines = ["time to target / time of rule", *lines, f"{'all (geometric mean)':<28}{scores['vs_rule']:.3f}"]
         lines.append(f"wrote {output}")
-        if not learned.finished:
-            lines.append(f"the time limit ended the plan early: the same command continues from {checkpoint}")
         document = {
-            "finished": learned.finished,
             "digest": learned.file.digest,
             "metadata": learned.file.metadata,
             "updates": [{**msgspec.to_builtins(row), "mean_return": row.mean_return} for row in learned.history],

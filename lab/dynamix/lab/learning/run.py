@@ -1,4 +1,4 @@
-"""A learning run: its plan, which determines the outcome, and its updates, until it is done or the time is over.
+"""A learning run: its plan, which determines the outcome, and its updates.
 
 Jobs on the surrogate are learned from. Episodes in virtual clusters, with real gradients, choose and score the version
 that is kept; to learn from them as well gained nothing (144 episodes of `ppo`).
@@ -254,8 +254,6 @@ class LearningResult(NamedTuple):
 
     file: PolicyFile
     history: list[LearningUpdate]
-    finished: bool
-    """Whether the plan was done; if not, the time was over, and learning can be resumed from the checkpoint."""
 
 
 def learn(
@@ -263,7 +261,6 @@ def learn(
     *,
     num_workers: int = 2,
     checkpoint: Path | None = None,
-    minutes: float | None = None,
     data: Path | None = None,
     observer: Observer | None = None,
 ) -> LearningResult:
@@ -273,7 +270,6 @@ def learn(
         plan: what determines the outcome; the number of workers does not.
         num_workers: processes that play episodes.
         checkpoint: file to resume from, written after each update; the caller removes it.
-        minutes: stop after the update that passes this time, counted over all starts.
         data: directory of the data sets.
         observer: is called with each update.
 
@@ -284,14 +280,14 @@ def learn(
     found = LearningCheckpoint.read(checkpoint, plan) if checkpoint else None
     run = _LearningRun(plan, num_workers, data, found)
     state, history = run.state, run.state.history
-    while len(history) < plan.num_updates and not (minutes is not None and run.elapsed_s > 60 * minutes):
+    while len(history) < plan.num_updates:
         known = {finding.signature for finding in findings(history)}
         run.update()
         if checkpoint is not None:
             state.write(checkpoint)
         if observer is not None:
             observer(history[-1], [finding for finding in findings(history) if finding.signature not in known])
-    return LearningResult(run.result(), history, len(history) == plan.num_updates)
+    return LearningResult(run.result(), history)
 
 
 class _LearningRun:
