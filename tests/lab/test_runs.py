@@ -11,8 +11,7 @@ from tests.support import examples
 from tests.support.small_suites import outcome, write_suite
 
 from dynamix.arbitrator.policies.policy import Array32
-from dynamix.lab.comparison.bandit import Bandit
-from dynamix.lab.comparison.omnilearn import OmniLearn
+from dynamix.lab.comparison.baselines import Bandit, OmniLearn
 from dynamix.lab.comparison.rows import Row
 from dynamix.lab.comparison.runs import Ledger, RunTask, run_task
 from dynamix.lab.simulator.clock import ComputeTimes

@@ -32,8 +32,7 @@ from dynamix.runtime.input_files import read_regular
 from dynamix.schemas.messages.allocation import EXACT, EXCHANGE_CODECS, ExchangePermission
 from dynamix.schemas.policies import DEFAULT_POLICY, check_options, exchange_of, option_value
 
-from .bandit import Bandit
-from .omnilearn import OmniLearn
+from .baselines import Bandit, OmniLearn
 
 T = TypeVar("T")
 
