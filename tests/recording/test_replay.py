@@ -14,8 +14,7 @@ from dynamix.arbitrator.policies.baselines import Proportional
 from dynamix.collector.agent import trace_of
 from dynamix.collector.window import simulated_window
 from dynamix.recording.capture import CaptureError, Record, records
-from dynamix.recording.comparison import agree
-from dynamix.recording.replay import ReplayError, ReplayTarget, replay
+from dynamix.recording.replay import ReplayError, ReplayTarget, agree, replay
 from dynamix.reward.service import RewardSettings
 from dynamix.schemas.codec import decode
 from dynamix.schemas.features import state_of
