@@ -4,7 +4,7 @@ import asyncio
 import json
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,11 +24,11 @@ from dynamix.extras.calibration.fit import (
     scenario_text,
     slowdowns,
 )
-from dynamix.lab.simulator.episode import Episode, run_episode
+from dynamix.lab.simulator.episode import run_episode
 from dynamix.lab.simulator.scenario import Congestion, Network, Scenario, Stragglers, Workers, suite_named
 from dynamix.recording import capture
 from dynamix.runtime.bus import Bus
-from dynamix.schemas.messages import MetricWindow, NodeRanks
+from dynamix.schemas.messages import Job, MetricWindow, NodeRanks, Report
 from dynamix.schemas.messages.allocation import Exchange
 
 WORKLOAD = "fashion-14-mlp"
@@ -63,10 +63,18 @@ def known_scenario(**changes: Any) -> Scenario:
     return virtual.scenario(**(fields | changes))
 
 
+class KnownJob(NamedTuple):
+    job: Job
+    windows: list[MetricWindow]
+
+
 @lru_cache
-def known_job(scenario: Scenario, seed: int = 1) -> Episode:
+def known_job(scenario: Scenario, seed: int = 1) -> KnownJob:
     """The job with its windows; some 120 windows, a second of a core, and so much data that few are of two epochs."""
-    return run_episode(scenario, policy_named("random"), data=virtual.data(20_000), seed=seed, keep_messages=True)
+    reports: list[Report] = []
+    data, policy = virtual.data(20_000), policy_named("random")
+    episode = run_episode(scenario, policy, data=data, seed=seed, on_window=reports.extend)
+    return KnownJob(episode.job, virtual.messages_of(reports)[0])
 
 
 @lru_cache

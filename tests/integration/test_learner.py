@@ -14,9 +14,8 @@ from dynamix.arbitrator.learning.rollout import Recording, Trajectory, trajector
 from dynamix.cli.services import wait_until_ready
 from dynamix.lab.simulator.cluster import VirtualCluster
 from dynamix.lab.simulator.episode import run_episode
-from dynamix.reward.formula import Weights
 from dynamix.schemas import subjects
-from dynamix.schemas.messages import PolicyVersion
+from dynamix.schemas.messages import PolicyVersion, Report
 from dynamix.schemas.streams import POLICIES
 
 POLICY = "mine"
@@ -50,18 +49,18 @@ async def versions(plane: ControlPlane, count: int) -> list[PolicyVersion]:
 
 def in_one_process(file: PolicyFile, seed: int) -> Trajectory:
     """The same job without a bus."""
+    reports: list[Report] = []
     episode = run_episode(
         SCENARIO,
         LearnedPolicy(file),
         data=virtual.data(),
         seed=seed,
         policy_options=EXPLORE,
-        reward=(None, Weights()),
-        keep_messages=True,
         job=name(seed),
+        on_window=reports.extend,
     )
-    states = list(enumerate(episode.states, start=1))
-    recording = Recording(episode.job, states, episode.actions, episode.applied, episode.rewards)
+    _, states, rewards = virtual.messages_of(reports)
+    recording = Recording(episode.job, list(enumerate(states, 1)), episode.actions, episode.applied, rewards)
     return trajectory_of(recording, JobLevers(), terminated=True)
 
 

@@ -12,7 +12,6 @@ from dynamix.collector.agent import trace_of
 from dynamix.lab.simulator.cluster import VirtualCluster
 from dynamix.lab.simulator.episode import Episode, run_episode
 from dynamix.lab.simulator.scenario import Scenario, Stragglers
-from dynamix.reward.formula import Weights
 from dynamix.schemas import subjects
 from dynamix.schemas.messages import Action, Applied, Job, MetricWindow, Report, Reward, State
 from dynamix.schemas.streams import FEED, JOBS
@@ -51,8 +50,15 @@ async def test_the_bus_and_one_process_give_equal_results() -> None:
             cluster = VirtualCluster(two_nodes(), virtual.data(), seed=SEED, policy=policy, job=f"job-{policy}")
             reports: list[Report] = []
             actions = await run_lockstep(cluster, plane.bus, on_window=reports.extend)
-            expected = _expected(policy, cluster.job.job)
-            await _check_messages(plane, expected)
+            again: list[Report] = []
+            expected = run_episode(
+                *(two_nodes(), policy_named(policy)),
+                data=virtual.data(),
+                seed=SEED,
+                job=cluster.job.job,
+                on_window=again.extend,
+            )
+            await _check_messages(plane, expected, again)
             assert cluster.evaluations == expected.evaluations
             assert cluster.time_s == expected.virtual_time_s
             assert cluster.time_to_target_s == expected.time_to_target_s
@@ -68,29 +74,17 @@ async def test_the_bus_and_one_process_give_equal_results() -> None:
                 assert len({action.local_batch_sizes for action in actions}) > 1
 
 
-def _expected(policy: str, job: str) -> Episode:
-    return run_episode(
-        two_nodes(),
-        policy_named(policy),
-        data=virtual.data(),
-        seed=SEED,
-        reward=(None, Weights()),
-        keep_messages=True,
-        job=job,
-    )
-
-
 def _decision(action: Action) -> tuple[object, ...]:
     """What was decided; hash and watermark name places in a stream."""
     return action.window, action.local_batch_sizes, action.allocation.split, action.carry, action.logprobs
 
 
-async def _check_messages(plane: ControlPlane, expected: Episode) -> None:
+async def _check_messages(plane: ControlPlane, expected: Episode, reports: list[Report]) -> None:
     """Windows, states and rewards are equal to the last bit, whatever the order of the two nodes."""
-    count, name = len(expected.windows), expected.job.job
-    for kind, wanted in ((MetricWindow, expected.windows), (State, expected.states), (Reward, expected.rewards)):
+    name = expected.job.job
+    for kind, wanted in zip((MetricWindow, State, Reward), virtual.messages_of(reports), strict=True):
         subject = subjects.of({MetricWindow: "window", State: "state", Reward: "reward"}[kind], name, "*")
-        stored = await plane.wait_for(FEED.name, subject, count)
+        stored = await plane.wait_for(FEED.name, subject, len(reports))
         by_place = {(message.window, message.node): message for message in stored}  # type: ignore[attr-defined]
         assert by_place == {(message.window, message.node): message for message in wanted}  # type: ignore[attr-defined]
     applied = await plane.wait_for(FEED.name, subjects.of("applied", name), len(expected.applied))

@@ -1,15 +1,19 @@
 """Small virtual clusters on made-up data: ten blurred prototypes, learned in a hundred steps."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from tests.support import examples
 
+from dynamix.collector.window import simulated_window
 from dynamix.lab.simulator.cluster import VirtualCluster
 from dynamix.lab.simulator.scenario import DecisionCost, Network, Scenario, Workers
 from dynamix.lab.workloads import Data, Part
+from dynamix.reward.formula import Weights, reward_of
 from dynamix.schemas.chain import seal
-from dynamix.schemas.messages import Action, Job
+from dynamix.schemas.features import state_of
+from dynamix.schemas.messages import Action, Job, MetricWindow, Report, Reward, State
 
 FREE = DecisionCost(cost_s=0.0, cost_per_doubling_s=0.0)
 MIXED = (Workers(count=2, samples_per_s=4000.0, overhead_s=0.002), Workers(count=2, samples_per_s=1000.0))
@@ -57,3 +61,9 @@ def action(job: Job, window: int, sizes: tuple[int, ...], **changes: Any) -> Act
     """A decision about a job."""
     fields = {"job": job.job, "generation": job.generation, "policy": job.policy, "local_batch_sizes": sizes}
     return seal(examples.action(window, deltas=(0,) * len(sizes), **(fields | changes)), b"")
+
+
+def messages_of(reports: Iterable[Report]) -> tuple[list[MetricWindow], list[State], list[Reward]]:
+    """What the services make of the reports of a virtual job."""
+    windows = [simulated_window(report) for report in reports]
+    return windows, [state_of(window) for window in windows], [reward_of(window, Weights(), None) for window in windows]

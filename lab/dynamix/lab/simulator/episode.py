@@ -23,11 +23,10 @@ from dynamix.collector.agent import trace_of
 from dynamix.collector.window import simulated_window
 from dynamix.lab.workloads import Data, workload_named
 from dynamix.recording.fingerprint import DECIDING_PACKAGES, source_digest
-from dynamix.reward.formula import Formula, Weights, reward_of
 from dynamix.runtime.die_with_parent import begin_worker
 from dynamix.schemas.codec import encode
 from dynamix.schemas.features import state_of
-from dynamix.schemas.messages import Action, Applied, Job, JobProfile, MetricWindow, Report, Reward, State
+from dynamix.schemas.messages import Action, Applied, Job, JobProfile, Report
 from dynamix.schemas.messages.allocation import Explored
 
 from .cluster import Evaluation, VirtualCluster
@@ -136,9 +135,6 @@ class Episode(RunOutcome, frozen=True, kw_only=True):
     job: Job
     actions: list[Action]
     applied: list[Applied]
-    states: list[State] = []
-    rewards: list[Reward] = []
-    windows: list[MetricWindow] = []
     profile: JobProfile | None = None
     """The family's profile after the run; `None` in a job without a family, or where nothing was learned."""
 
@@ -151,8 +147,6 @@ def run_episode(
     seed: int,
     policy_options: Mapping[str, float | str] | None = None,
     initial_local_batch_size: int | None = None,
-    reward: tuple[Formula | None, Weights] | None = None,
-    keep_messages: bool = False,
     job: str | None = None,
     on_window: Callable[[list[Report]], None] | None = None,
     make_cluster: type[VirtualCluster] = VirtualCluster,
@@ -162,11 +156,10 @@ def run_episode(
 ) -> Episode:
     """Run a job to its end; data, options and initial size are as `VirtualCluster` takes them.
 
-    The seed determines weights, data order and disturbances: equal seeds make policies comparable in pairs. `reward`
-    is the formula (`None`: the published one for the optimizer) and its weights; without it nothing is rewarded.
-    `keep_messages` keeps windows, states and rewards. Policies that sample draw by the name of the job, by default of
-    scenario and seed. `on_window` is called with the reports of each window. A job of a family begins with the
-    `profile` of an earlier episode, if it is given one, and leaves one; it may try out what it `explores`.
+    The seed determines weights, data order and disturbances: equal seeds make policies comparable in pairs. Policies
+    that sample draw by the name of the job, by default of scenario and seed. `on_window` is called with the reports of
+    each window. A job of a family begins with the `profile` of an earlier episode, if it is given one, and leaves one;
+    it may try out what it `explores`.
 
     Raises:
         ValueError: when the scenario names what is not known.
@@ -184,23 +177,14 @@ def run_episode(
     )
     fold: Fold | None = None
     actions: list[Action] = []
-    windows: list[MetricWindow] = []
-    states: list[State] = []
-    rewards: list[Reward] = []
     sequence = itertools.count(1)
     while reports := cluster.run_window():
         if fold is None:  # the job is known once its ranks have timed their first steps
             fold = Fold(cluster.job, policy, None, b"" if profile is None else encode(profile))
         if on_window is not None:
             on_window(reports)
-        measured = [simulated_window(report) for report in reports]
-        made = [state_of(window) for window in measured]
-        if keep_messages:
-            windows += measured
-            states += made
-            rewards += [] if reward is None else [reward_of(window, reward[1], reward[0]) for window in measured]
-        for state in made:
-            fold.add_state(next(sequence), state)
+        for report in reports:
+            fold.add_state(next(sequence), state_of(simulated_window(report)))
         while (action := fold.close()) is not None:
             fold.adopt(action)
             cluster.offer(action)
@@ -225,8 +209,5 @@ def run_episode(
         job=cluster.job,
         actions=actions,
         applied=cluster.applied,
-        windows=windows,
-        states=states,
-        rewards=rewards,
         profile=after,
     )
