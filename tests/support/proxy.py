@@ -1,4 +1,4 @@
-"""A TCP proxy between a client and the broker that can lose or stop what passes, and cut the line."""
+"""A TCP proxy between a client and the broker that can lose the answers, and cut the line."""
 
 import asyncio
 import contextlib
@@ -17,9 +17,7 @@ class Proxy:
         self._target = port
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
-        self._dead: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._silent = False
         self.losing_answers = False
         self.num_bytes_lost = 0
 
@@ -46,15 +44,6 @@ class Proxy:
         for writer in self._writers:
             writer.transport.abort()
 
-    def half_open(self) -> None:
-        """Pass nothing more in either direction, without closing: as when a middlebox forgets its connections."""
-        self._silent = True
-        self._dead |= self._writers
-
-    def heal(self) -> None:
-        """Pass what new connections send; those that were half-open stay so."""
-        self._silent = False
-
     async def _accept(self, client: asyncio.StreamReader, to_client: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -66,21 +55,18 @@ class Proxy:
             return
         both = {to_client, to_broker}
         self._writers |= both
-        if self._silent:
-            self._dead |= both
         with contextlib.suppress(OSError, asyncio.CancelledError):
             await asyncio.gather(
                 self._pump(client, to_broker, answers=False), self._pump(broker, to_client, answers=True)
             )
         self._writers -= both
-        self._dead -= both
         for writer in both:
             writer.transport.abort()
 
     async def _pump(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, *, answers: bool) -> None:
         with contextlib.suppress(OSError):
             while data := await source.read(65536):
-                if target in self._dead or (answers and self.losing_answers):
+                if answers and self.losing_answers:
                     self.num_bytes_lost += len(data)
                 else:
                     target.write(data)
