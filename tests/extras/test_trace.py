@@ -1,15 +1,13 @@
 """Spans of windows: one trace for each, from the times at which the broker stored its messages."""
 
-from pathlib import Path
 from typing import Any
 
 from tests.support import examples
 
 from dynamix.extras.trace import KEPT_WINDOWS, WindowSpan, WindowTraces
-from dynamix.recording.capture import Record, read_header, records
+from dynamix.recording.capture import Record
 from dynamix.schemas import codec, subjects
 
-CAPTURE = Path(__file__).parents[1] / "data/demo.dxc"
 MS = 1_000_000
 
 
@@ -82,12 +80,3 @@ def test_a_window_is_sent_once_later_ones_can_no_longer_change_it() -> None:
             found += [(window, span) for span in traces.add_record(one)]
     assert {(window, span.attributes["dynamix.window"]) for window, span in found} == {(KEPT_WINDOWS, 0)}
     assert len({span.trace_id for span in traces.finish()}) == KEPT_WINDOWS
-
-
-def test_every_window_of_a_captured_job_is_one_trace_with_a_decision() -> None:
-    traces = WindowTraces(read_header(CAPTURE).job)
-    spans = [span for one in records(CAPTURE) for span in traces.add_record(one)] + traces.finish()
-    roots = [span for span in spans if span.parent_id is None]
-    assert len({span.trace_id for span in spans}) == len(roots) > 5
-    assert all(span.end_ns >= span.start_ns > 0 for span in spans)
-    assert sum(bool(root.attributes["dynamix.decided"]) for root in roots) >= len(roots) - 2
