@@ -5,12 +5,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from docs.reference import document
 
 from dynamix.cli.main import command_names
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = "docs/reference.md"
-"""All arguments of commands and all settings, held to the code by tests/cli/test_reference.py."""
+"""All arguments of commands and all settings."""
 HISTORY = "CHANGELOG.md"
 """What had another name once."""
 
@@ -62,3 +63,10 @@ def test_every_message_of_the_index_of_errors_is_in_the_code() -> None:
     said = "".join(re.sub(r'"\s*\n\s*f?"', "", path.read_text()) for path in files)
     messages = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/guides/errors.md").read_text(), flags=re.MULTILINE)
     assert [message for message in messages if message not in said] == []
+
+
+def test_the_page_is_what_the_code_says_and_everything_has_a_meaning() -> None:
+    page = document()
+    assert (ROOT / REFERENCE).read_text() == page, "run `python docs/reference.py > docs/reference.md`"
+    rows = re.findall(r"^\| (`.*`) \|(?: .* \|)? (.*) \|$", page, flags=re.MULTILINE)
+    assert [name for name, meaning in rows if not meaning.partition("(default")[0].strip()] == []

@@ -1,11 +1,9 @@
 """The demo: from its jobs' logs and messages to a summary, a line and a picture."""
 
-from pathlib import Path
-
 import pytest
 from tests.support import examples
 
-from dynamix.cli.commands.demo import DemoPlan, DemoRun, DemoStep, draw, summarise
+from dynamix.cli.commands.demo import DemoPlan, DemoRun, DemoStep, summarise
 from dynamix.recording.job_view import JobView
 
 PLAN = DemoPlan(target_accuracy=0.8, window_steps=2)
@@ -41,8 +39,3 @@ def test_the_clock_stops_when_the_mean_of_three_evaluations_is_at_the_target() -
     assert (run.num_steps, run.num_windows, run.num_actions_applied) == (8, 4, 2)
     assert len(run.local_batch_sizes) == 4
     assert summarise(PLAN, "static", progress(0.1, {2: 0.5}), a_job()).time_to_target_s is None
-
-
-def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    draw([a_run(), a_run("split", 0.05), a_run("rule", 0.02)], PLAN, str(tmp_path / "demo.png"))
-    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")

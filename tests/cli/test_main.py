@@ -81,8 +81,7 @@ def test_a_reader_that_left_is_no_error(arguments: str) -> None:
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("buffering", [{}, {"PYTHONUNBUFFERED": "1"}])
-@pytest.mark.parametrize("arguments", ["--help", f"inspect {DEMO}"])
+@pytest.mark.parametrize(("arguments", "buffering"), [("--help", {}), (f"inspect {DEMO}", {"PYTHONUNBUFFERED": "1"})])
 def test_a_full_standard_output_is_a_sentence_and_1(arguments: str, buffering: dict[str, str]) -> None:
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | buffering
     with Path("/dev/full").open("w") as full:
@@ -107,7 +106,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(
     assert f"pip install 'dynamix-batch[{extra}]'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
 def test_a_stream_that_is_closed_is_no_error(closed: str) -> None:
     command = f"{sys.executable} -m dynamix.cli.main inspect {DEMO} {closed}"
     found = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)

@@ -1,5 +1,6 @@
 """`dynamix policy` on a real broker, as the users of a deployment, and without any broker."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 from tests.support import learned, virtual
 from tests.support.deployed_broker import DeployedBroker, become, deployed_broker
+from tests.support.raw_client import raw_client
 
 from dynamix.arbitrator.learned import policy_file
 from dynamix.arbitrator.learned.policy_file import ActionSetName, PolicyFile
@@ -15,6 +17,7 @@ from dynamix.cli.main import main
 from dynamix.extras.calibration.fit import scenario_text
 from dynamix.lab.learning.trial import Trial
 from dynamix.runtime.bus.authority import Authority
+from dynamix.schemas.streams import STREAMS
 
 FIRST, SECOND, OTHER = (
     learned.policy_file(seeds=(seed,), scores={"vs_rule": 0.93}, scenarios=("mixed-8",), gain=300.0).to_bytes()
@@ -170,3 +173,43 @@ def test_a_policy_that_depends_on_its_state_and_is_faster_than_a_constant_passes
     assert (trial.faults, trial.mean_vs_constant) == ([], pytest.approx(0.8))
     assert len(trial._replace(vs_constant={"one": 1.0}).faults) == 1
     assert len(trial._replace(dependence={"all": 0.009}).faults) == 1
+
+
+# --- dynamix provision ---
+
+
+@pytest.fixture
+def bare_broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DeployedBroker]:
+    """The deployed bare_broker; the environment is that of dynamix-provision.service."""
+    with deployed_broker(tmp_path) as running:
+        become(monkeypatch, running, "provision")
+        yield running
+
+
+@pytest.mark.usefixtures("bare_broker")
+def test_the_streams_are_made_once_and_then_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["provision"]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{stream.name}: created" for stream in STREAMS]
+    assert main(["provision", "--json", "-"]) == 0
+    expected = {"streams": [{"stream": stream.name, "result": "unchanged"} for stream in STREAMS]}
+    assert json.loads(capsys.readouterr().out) == expected
+
+
+def test_what_was_stored_on_a_subject_is_removed_and_decisions_never_are(
+    bare_broker: DeployedBroker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def store() -> None:
+        async with raw_client(bare_broker.settings("trainer")) as client:
+            for run in ("r1", "r2"):
+                await client.ask(f"dynamix.v1.report.alice.{run}.node-a", b"x")
+            await client.ask("dynamix.v1.report.job.r1.node-a", b"x")
+
+    assert main(["provision"]) == 0
+    asyncio.run(store())
+    capsys.readouterr()
+    assert main(["provision", "--purge", "dynamix.v1.report.alice.*.*"]) == 0
+    assert capsys.readouterr().out == "REPORTS: 2 messages removed\n"
+    assert main(["provision", "--purge", "dynamix.v1.action.alice.*"]) == 1
+    assert main(["provision", "--purge", "dynamix.v1.live.>"]) == 2
+    become(monkeypatch, bare_broker, "watcher")
+    assert main(["provision", "--purge", "dynamix.v1.report.>"]) == 1

@@ -1,20 +1,27 @@
 """`dynamix up` as a real process: it starts, prints how to use it, restarts what ends, and leaves nothing behind."""
 
 import asyncio
+import contextlib
 import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.support.http_get import free_ports_in_a_row, get
 
-from dynamix.cli.commands.up import exited
+from dynamix.cli import connection
+from dynamix.cli.commands.up import Child, exited, keep
 from dynamix.cli.connection import find, path
+from dynamix.cli.errors import CommandError
+from dynamix.cli.services import ServiceProcess, beside, bus_environment
 from dynamix.runtime.bus import Bus
+from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode
 from dynamix.schemas.messages import Live
@@ -62,8 +69,13 @@ def environ(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-async def up(environ: dict[str, str]) -> AsyncIterator[Up]:
-    running = await start(environ)
+def metrics_port() -> int:
+    return free_ports_in_a_row(3)
+
+
+@pytest.fixture
+async def up(environ: dict[str, str], metrics_port: int) -> AsyncIterator[Up]:
+    running = await start(environ, "--metrics-port", str(metrics_port))
     yield running
     if running.process.returncode is None:
         await running.end(signal.SIGKILL)
@@ -108,8 +120,13 @@ async def test_it_mends_what_dies_and_ends_cleanly(up: Up, tmp_path: Path) -> No
     assert (tmp_path / ".local" / "state" / "dynamix" / "jetstream" / "jetstream").is_dir()
 
 
-async def test_its_children_die_with_it_and_a_second_one_is_refused(up: Up, environ: dict[str, str]) -> None:
+async def test_its_children_show_metrics_and_die_with_it_and_a_second_one_is_refused(
+    up: Up, environ: dict[str, str], metrics_port: int
+) -> None:
     pids = await up.pids()
+    for port, service in enumerate(("collector", "reward", "arbitrator"), metrics_port):
+        assert await get(port, "/readyz") == (200, "ok\n")
+        assert f'dynamix_ready{{component="{service}"}} 1.0' in (await get(port, "/metrics"))[1]
     second = await start(environ)
     assert await second.process.wait() == 1
     with pytest.raises(AssertionError, match=f"it runs already, as process {up.process.pid}"):
@@ -136,19 +153,6 @@ async def test_it_ends_when_a_service_cannot_use_its_settings(setting: str, envi
     assert said.decode().splitlines()[-1].startswith("dynamix up: ")
 
 
-async def test_with_a_port_of_metrics_each_service_has_one(environ: dict[str, str]) -> None:
-    first = free_ports_in_a_row(3)
-    up = await start(environ, "--metrics-port", str(first))
-    try:
-        await up.pids()
-        await up.says(rf"^metrics +http://127\.0\.0\.1:{first} to {first + 2}, /metrics, /livez and /readyz$")
-        for port, service in enumerate(("collector", "reward", "arbitrator"), first):
-            assert await get(port, "/readyz") == (200, "ok\n")
-            assert f'dynamix_ready{{component="{service}"}} 1.0' in (await get(port, "/metrics"))[1]
-    finally:
-        assert await up.end() == 0
-
-
 @pytest.mark.timeout(180)
 async def test_streams_are_made_again_when_the_broker_comes_back_on_an_emptied_store(
     tmp_path: Path, environ: dict[str, str]
@@ -163,3 +167,105 @@ async def test_streams_are_made_again_when_the_broker_comes_back_on_an_emptied_s
         assert "FEED: created" in (await up.says(r"^streams +(.*)$"))[1]
     finally:
         assert await up.end() == 0
+
+
+# --- children are kept running ---
+
+
+async def test_a_killed_child_is_started_again_until_that_works_and_stopped_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dynamix.cli.commands.up.MIN_WAIT_S", 0.01)
+    begun: list[subprocess.Popen[bytes]] = []
+    refusals, started = [OSError("no memory")], asyncio.Event()
+
+    async def start() -> None:
+        if len(begun) == 2 and refusals:
+            raise refusals.pop()
+        begun.append(subprocess.Popen(["sleep", "600"]))  # noqa: ASYNC220 - returns at once
+        started.set()
+
+    async def stop() -> None:
+        begun[-1].terminate()
+
+    await start()
+    async with beside(keep(Child("sleeper", lambda: begun[-1].pid, start, stop))):
+        for expected in (2, 3):
+            started.clear()
+            begun[-1].kill()
+            await asyncio.wait_for(started.wait(), 60)
+            assert len(begun) == expected
+        assert begun[-1].poll() is None
+    assert [one.wait(60) for one in begun] == [-9, -9, -15]
+    assert "sleeper    does not start: no memory" in capsys.readouterr().err
+
+
+# --- how commands find the broker: environment first, then the file of dynamix up, then the default ---
+
+BROKER = BusSettings(url="nats://127.0.0.1:4999", user="dynamix", password="secret-123")
+
+
+@pytest.fixture
+def private(tmp_path: Path) -> dict[str, str]:
+    return {"XDG_RUNTIME_DIR": str(tmp_path), "HOME": str(tmp_path / "home")}
+
+
+def test_a_running_up_is_found_by_a_file_for_its_user_only(private: dict[str, str]) -> None:
+    with connection.published(BROKER, private) as file:
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert file.parent.stat().st_mode & 0o777 == 0o700
+        assert connection.find(private) == connection.find({**private, "DYNAMIX_NATS_URL": ""}) == BROKER
+        found = connection.find({**private, "DYNAMIX_NATS_URL": "nats://127.0.0.1:5000"})
+        assert (found.url, found.password) == ("nats://127.0.0.1:5000", ""), "the environment counts more"
+    assert connection.find(private) == BusSettings()
+
+
+def test_a_file_that_others_may_read_or_that_is_not_ours_is_refused(private: dict[str, str]) -> None:
+    with connection.published(BROKER, private) as file:
+        file.chmod(0o644)
+        with pytest.raises(CommandError, match="is open to other users"):
+            connection.find(private)
+        file.chmod(0o600)
+        file.write_text("{")
+        with pytest.raises(CommandError, match="remove it"):
+            connection.find(private)
+
+
+def test_a_misspelt_variable_is_a_usage_error_that_names_the_right_one(private: dict[str, str]) -> None:
+    with pytest.raises(CommandError, match="DYNAMIX_NATS_URL") as caught:
+        connection.find({**private, "DYNAMIX_NATS_ULR": "nats://x"})
+    assert caught.value.exit_code == 2
+
+
+def test_without_a_runtime_directory_it_lies_in_the_cache(tmp_path: Path) -> None:
+    private = {"HOME": str(tmp_path)}
+    with connection.published(BROKER, private) as file:
+        assert file == tmp_path / ".cache" / "dynamix" / "connection.json"
+        assert connection.find(private) == BROKER
+
+
+def test_the_file_of_a_process_that_is_gone_means_nothing(private: dict[str, str]) -> None:
+    with connection.published(BROKER, private) as file:
+        left = file.read_bytes()
+    file.write_bytes(left)
+    file.chmod(0o600)
+    assert connection.find(private) == BusSettings()
+
+
+def test_the_file_of_a_later_up_is_left_alone(private: dict[str, str]) -> None:
+    later = msgspec.structs.replace(BROKER, url="nats://127.0.0.1:5000")
+    with contextlib.ExitStack() as stack:
+        with connection.published(BROKER, private):
+            stack.enter_context(connection.published(later, private))
+        assert connection.find(private) == later
+
+
+def test_services_of_a_command_know_no_other_broker_than_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a deployment left in the shell: they would wait for a TLS that this broker does not have."""
+    for name in ("CA_FILE", "CREDS_FILE"):
+        monkeypatch.setenv(f"DYNAMIX_NATS_{name}", "/etc/dynamix/left")
+    monkeypatch.setenv("DYNAMIX_LOG_LEVEL", "error")
+    given = ServiceProcess("reward", bus_environment(BROKER))._environ
+    assert {name for name in given if name.startswith("DYNAMIX_NATS_")} == {*bus_environment(BROKER)}
+    assert given["DYNAMIX_LOG_LEVEL"] == "error"
+    assert ServiceProcess("reward", {})._environ["DYNAMIX_NATS_CA_FILE"] == "/etc/dynamix/left"

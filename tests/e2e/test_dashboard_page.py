@@ -1,18 +1,19 @@
-"""The page in a headless Chromium: a job that trains, a broker that restarts, a phone, dark colours, many ranks."""
+"""The page in a headless Chromium: a job that trains, a phone, dark colours, many ranks, captures, the keyboard."""
 
 import asyncio
 import contextlib
+import itertools
 import re
-import threading
-import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 from bench.jobs import Load, job_of
 from tests.support import examples
+from tests.support.brokers import connected
 from tests.support.browser import Browser, find_browser
 from tests.support.capture_files import write
 from tests.support.examples import applied, event
@@ -30,7 +31,6 @@ from dynamix.schemas.messages import Live
 needs_browser = pytest.mark.skipif(find_browser() is None, reason="no Chromium: apt-get install chromium")
 pytestmark = [needs_browser, pytest.mark.slow, pytest.mark.timeout(300)]
 
-T = TypeVar("T")
 EMPTY = "[...document.querySelectorAll('.panel > .empty')].filter(note => !note.hidden).map(note => note.textContent)"
 DRAWN = "document.querySelectorAll('.u-over').length"
 PLACES = """JSON.stringify([...document.querySelectorAll('.panel, .tile, nav, #alarms')].map(one => {
@@ -55,82 +55,44 @@ PLOT_AT = """(() => {
 SERVICES = ("collector", "reward", "arbitrator")
 
 
-class Loop:
-    """An event loop in a thread, so that a test waits for the browser while the server answers it."""
+class Bench(NamedTuple):
+    """What feeds a live page, and the page's server; they run in the portal's event loop, in a thread of its own."""
 
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(120)
-
-    def close(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(10)
-        self.loop.close()
-
-
-class Bench:
-    """A broker, the page's server and what feeds them."""
-
-    def __init__(self, loop: Loop) -> None:
-        self.loop = loop
-        self.broker = EmbeddedServer()
-
-    async def start(self) -> None:
-        await self.broker.__aenter__()
-        self.bus = await Bus.connect(self.broker.settings, name="test")
-        await provision(self.bus)
-        self.fleet = Fleet(self.bus)
-        self.beating = asyncio.create_task(self._beat())
-        self.serving, self.end = asyncio.Event(), asyncio.Event()
-        self.page = asyncio.create_task(self._serve())
-        await self.serving.wait()
-
-    async def _serve(self) -> None:
-        async with (
-            self.fleet.following(),
-            DashboardServer(host="127.0.0.1", port=0, token="", fleet=self.fleet) as self.server,
-        ):
-            self.serving.set()
-            await self.end.wait()
-
-    async def stop(self) -> None:
-        self.end.set()
-        await self.page
-        self.beating.cancel()
-        await asyncio.gather(self.beating, return_exceptions=True)
-        await self.bus.close()
-        await self.broker.__aexit__(None, None, None)
+    portal: BlockingPortal
+    bus: Bus
+    server: DashboardServer
 
     def publish(self, *messages: Any) -> None:
-        async def all_of_them() -> None:
-            for message in messages:
-                await self.bus.publish(message)
+        for message in messages:
+            self.portal.call(self.bus.publish, message)
 
-        self.loop.run(all_of_them())
 
-    async def _beat(self) -> None:
-        started_s = time.monotonic()
-        while True:
-            for service in SERVICES:
-                uptime_s = time.monotonic() - started_s
-                await self.bus.publish_live(Live(service=service, instance="one", uptime_s=uptime_s, node="node-a"))
-            await asyncio.sleep(0.5)
+async def beat(bus: Bus) -> None:
+    """Heartbeats of all services."""
+    for uptime_s in itertools.count(0.0, 0.5):
+        for service in SERVICES:
+            await bus.publish_live(Live(service=service, instance="one", uptime_s=uptime_s, node="node-a"))
+        await asyncio.sleep(0.5)
+
+
+@pytest.fixture(scope="module")
+def portal() -> Iterator[BlockingPortal]:
+    with start_blocking_portal() as found:
+        yield found
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
-    loop = Loop()
-    made = Bench(loop)
-    loop.run(made.start())
-    try:
-        yield made
-    finally:
-        loop.run(made.stop())
-        loop.close()
+def bench(portal: BlockingPortal) -> Iterator[Bench]:
+    with contextlib.ExitStack() as stack:
+        broker = stack.enter_context(portal.wrap_async_context_manager(EmbeddedServer()))
+        bus = stack.enter_context(portal.wrap_async_context_manager(connected(broker.settings)))
+        portal.call(provision, bus)
+        fleet = Fleet(bus)
+        stack.enter_context(portal.wrap_async_context_manager(fleet.following()))
+        server = DashboardServer(host="127.0.0.1", port=0, token="", fleet=fleet)
+        stack.enter_context(portal.wrap_async_context_manager(server))
+        stack.callback(portal.start_task_soon(beat, bus).cancel)
+        yield Bench(portal, bus, server)
 
 
 @pytest.fixture(scope="module")
@@ -139,20 +101,8 @@ def browser() -> Iterator[Browser]:
         yield found
 
 
-@contextlib.contextmanager
-def served(*captures: CapturedJob) -> Iterator[str]:
-    """The address of a page of captures."""
-    loop = Loop()
-
-    async def serve() -> DashboardServer:
-        return await DashboardServer(host="127.0.0.1", port=0, token="", captures=list(captures)).__aenter__()
-
-    server = loop.run(serve())
-    try:
-        yield server.url
-    finally:
-        loop.run(server.__aexit__())
-        loop.close()
+def page_of(*captures: CapturedJob) -> DashboardServer:
+    return DashboardServer(host="127.0.0.1", port=0, token="", captures=list(captures))
 
 
 def train(bench: Bench, *windows: int) -> None:
@@ -202,20 +152,6 @@ def test_a_job_that_trains_fills_every_panel_and_nothing_moves(bench: Bench, bro
     assert {url for url in browser.requests() if not url.startswith((origin, "data:"))} == set()
 
 
-def test_a_broker_that_restarts_is_shown_and_survived(bench: Bench, browser: Browser) -> None:
-    bench.publish(examples.job())
-    train(bench, 0, 1)
-    shown(browser, bench.server.url, f"{DRAWN} === 9")
-    bench.loop.run(bench.broker.kill())
-    browser.wait_for("document.querySelector('#status').textContent.includes('the broker is away')")
-    assert "no connection to the broker" in browser.evaluate("document.querySelector('#alarms').innerText")
-    assert browser.evaluate(f"{DRAWN}") == 9
-    bench.loop.run(bench.broker.restart())
-    browser.wait_for("document.querySelector('#status').textContent.startsWith('live')")
-    train(bench, 2)
-    browser.wait_for("document.querySelector('.title').innerText.includes('window 2')")
-
-
 def test_ten_jobs_of_32_ranks_are_listed_and_each_can_be_chosen_by_keyboard(bench: Bench, browser: Browser) -> None:
     jobs = [job_of(f"many-{number:08x}", 32, "proportional") for number in range(10)]
     bench.publish(*jobs)
@@ -251,10 +187,10 @@ def test_a_phone_shows_nothing_beyond_its_edge_and_dark_colours(bench: Bench, br
     assert background == "rgb(20, 23, 28)"
 
 
-def test_a_capture_has_a_slider_and_two_stand_beside_each_other(browser: Browser) -> None:
+def test_a_capture_has_a_slider_and_two_stand_beside_each_other(portal: BlockingPortal, browser: Browser) -> None:
     captured = CapturedJob(DEMO)
-    with served(captured, captured) as url:
-        shown(browser, url, f"{DRAWN} === 18")
+    with portal.wrap_async_context_manager(page_of(captured, captured)) as server:
+        shown(browser, server.url, f"{DRAWN} === 18")
         assert browser.evaluate(PANES_AT.format("window 29")) == 2
         first, second = browser.evaluate("[...document.querySelectorAll('.pane')].map(one => one.offsetLeft)")
         assert second > first + 500
@@ -267,13 +203,15 @@ def test_a_capture_has_a_slider_and_two_stand_beside_each_other(browser: Browser
         assert browser.errors() == []
 
 
-def test_two_captures_have_the_same_axes_and_are_enlarged_together(browser: Browser, tmp_path: Path) -> None:
+def test_two_captures_have_the_same_axes_and_are_enlarged_together(
+    portal: BlockingPortal, browser: Browser, tmp_path: Path
+) -> None:
     found = list(records(DEMO))
     shorter = write(tmp_path / "part.dxc", found[: len(found) * 2 // 3], job=read_header(DEMO).job)
     whole, part = CapturedJob(DEMO), CapturedJob(shorter)
     assert part.duration_s < whole.duration_s - 5
-    with served(whole, part) as url:
-        shown(browser, url, f"{DRAWN} === 18", width=1600)
+    with portal.wrap_async_context_manager(page_of(whole, part)) as server:
+        shown(browser, server.url, f"{DRAWN} === 18", width=1600)
         first, second = browser.evaluate(SCALES)
         assert first == second, "a shorter run is drawn to the same scales"
         browser.evaluate("document.querySelector('.panel .body[role=img]').focus()")

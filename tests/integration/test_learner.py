@@ -1,6 +1,8 @@
 """Learning from live jobs: real services, a real broker, virtual clusters that explore."""
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 
 import pytest
 from tests.support import virtual
@@ -11,12 +13,15 @@ from dynamix.arbitrator.learned.policy import JobLevers, LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile
 from dynamix.arbitrator.learning.ppo import Agent
 from dynamix.arbitrator.learning.rollout import Recording, Trajectory, trajectory_of
+from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.cli.services import wait_until_ready
+from dynamix.collector.agent import trace_of
 from dynamix.lab.simulator.cluster import VirtualCluster
-from dynamix.lab.simulator.episode import run_episode
+from dynamix.lab.simulator.episode import Episode, run_episode
+from dynamix.lab.simulator.scenario import Scenario, Stragglers
 from dynamix.schemas import subjects
-from dynamix.schemas.messages import PolicyVersion, Report
-from dynamix.schemas.streams import POLICIES
+from dynamix.schemas.messages import Action, Applied, Job, MetricWindow, PolicyVersion, Report, Reward, State
+from dynamix.schemas.streams import FEED, JOBS, POLICIES
 
 POLICY = "mine"
 EXPLORE = {"explore": 1.0}
@@ -93,3 +98,88 @@ async def test_a_learner_on_the_bus_gives_the_policies_of_learning_in_one_proces
         assert set(second.tensors) == set(expected)
         assert all((second.tensors[key] == array).all() for key, array in expected.items())
         assert await explore(plane, seed=3) == {2}
+
+
+# --- a virtual cluster on the bus, and the same in one process ---
+
+NODES = ("virtual-0", "virtual-1")
+SEED = 5
+
+
+def two_nodes() -> Scenario:
+    """Four workers that straggle, on two nodes."""
+    stragglers = Stragglers(factor=3.0, mean_normal_s=0.4, mean_slow_s=0.2, jitter=0.1)
+    return virtual.scenario(ranks_per_node=2, stragglers=stragglers, time_limit_s=2.0)
+
+
+@contextlib.asynccontextmanager
+async def collectors(plane: ControlPlane) -> AsyncIterator[None]:
+    """A collector for each virtual node, listening."""
+    services = [plane.another("collector", {"DYNAMIX_NODE": node, "DYNAMIX_INSTANCE": node}) for node in NODES]
+    try:
+        async with plane.bus.subscribe(subjects.of("live", "collector", "*")) as beats:
+            for service in services:
+                service.start()
+            silent = set(NODES)
+            while silent:
+                silent.discard(subjects.parse((await anext(beats)).subject).tokens[1])
+        yield
+    finally:
+        for service in services:
+            service.stop()
+
+
+async def test_the_bus_and_one_process_give_equal_results() -> None:
+    """Decisions of the arbitrator, and traces of the agents in the collectors."""
+    async with control_plane("reward", "arbitrator") as plane, collectors(plane):
+        for policy in ("rule", "random", "stigmergy"):
+            cluster = VirtualCluster(two_nodes(), virtual.data(), seed=SEED, policy=policy, job=f"job-{policy}")
+            reports: list[Report] = []
+            actions = await run_lockstep(cluster, plane.bus, on_window=reports.extend)
+            again: list[Report] = []
+            expected = run_episode(
+                *(two_nodes(), policy_named(policy)),
+                data=virtual.data(),
+                seed=SEED,
+                job=cluster.job.job,
+                on_window=again.extend,
+            )
+            await _check_messages(plane, expected, again)
+            assert cluster.evaluations == expected.evaluations
+            assert cluster.time_s == expected.virtual_time_s
+            assert cluster.time_to_target_s == expected.time_to_target_s
+            assert cluster.test_accuracy() == expected.test_accuracy
+            assert len({row.local_batch_size for report in reports for row in report.rows}) > 2
+            if policy == "stigmergy":
+                subject = subjects.of("trace", cluster.job.job, subjects.ANY)
+                stored = await plane.wait_for(FEED.name, subject, len(reports))
+                by_place = {(message.window, message.node): message for message in stored}  # type: ignore[attr-defined]
+                assert by_place == {(report.window, report.node): trace_of(report) for report in reports}
+            else:
+                assert [_decision(action) for action in actions] == [_decision(action) for action in expected.actions]
+                assert len({action.local_batch_sizes for action in actions}) > 1
+
+
+def _decision(action: Action) -> tuple[object, ...]:
+    """What was decided; hash and watermark name places in a stream."""
+    return action.window, action.local_batch_sizes, action.allocation.split, action.carry, action.logprobs
+
+
+async def _check_messages(plane: ControlPlane, expected: Episode, reports: list[Report]) -> None:
+    """Windows, states and rewards are equal to the last bit, whatever the order of the two nodes."""
+    name = expected.job.job
+    for kind, wanted in zip((MetricWindow, State, Reward), virtual.messages_of(reports), strict=True):
+        subject = subjects.of({MetricWindow: "window", State: "state", Reward: "reward"}[kind], name, "*")
+        stored = await plane.wait_for(FEED.name, subject, len(reports))
+        by_place = {(message.window, message.node): message for message in stored}  # type: ignore[attr-defined]
+        assert by_place == {(message.window, message.node): message for message in wanted}  # type: ignore[attr-defined]
+    applied = await plane.wait_for(FEED.name, subjects.of("applied", name), len(expected.applied))
+    assert [_adoption(message) for message in applied] == [_adoption(message) for message in expected.applied]
+    job = await plane.wait_for(JOBS.name, subjects.of("job", name), 1)
+    assert isinstance(job[0], Job)
+    assert (job[0].phase, job[0].end_reason) == ("ended", "completed")
+
+
+def _adoption(message: object) -> tuple[object, ...]:
+    assert isinstance(message, Applied)
+    return message.decided_window, message.effective_step, message.local_batch_sizes

@@ -1,11 +1,27 @@
+import gzip
+import hashlib
+import struct
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from tests.support import virtual
 from torch import nn
 
+from dynamix.lab.simulator.cluster import VirtualCluster
 from dynamix.lab.workloads import WORKLOADS, Data, workload_named
+from dynamix.lab.workloads.datasets import (
+    CIFAR10,
+    FASHION_MNIST,
+    CorruptDataError,
+    MissingDataError,
+    cifar10,
+    fashion_mnist,
+    read_text,
+)
+from dynamix.lab.workloads.generated import ChoiceShape, TextShape, choices, sequences
 from dynamix.lab.workloads.models import Transformer
 
 DATA = Path(__file__).parents[2] / ".data"
@@ -113,3 +129,105 @@ def test_a_text_is_cut_into_sequences_and_split_by_position(tmp_path: Path) -> N
     assert torch.equal(data.train.labels[0], data.train.inputs[0] + 1)
     assert data.validation.inputs[0, 0] == (91 * 64) % 100
     assert data.test.labels[-1, -1] == (99 * 64) % 100
+
+
+# --- data sets as files ---
+
+
+def _idx(shape: tuple[int, ...], values: bytes) -> bytes:
+    return bytes((0, 0, 8, len(shape))) + struct.pack(f">{len(shape)}I", *shape) + values
+
+
+def test_missing_data_names_the_file_and_how_to_get_it(tmp_path: Path) -> None:
+    with pytest.raises(MissingDataError, match=r"train-images-idx3-ubyte\.gz in .* Get it with `make data`"):
+        fashion_mnist("train", tmp_path)
+
+
+def test_packed_and_unpacked_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images, labels = _idx((2, 1, 2), bytes((0, 255, 51, 102))), _idx((2,), bytes((3, 1)))
+    files = (
+        ("images", hashlib.md5(images).hexdigest()),
+        ("labels", hashlib.md5(labels).hexdigest()),
+    )
+    monkeypatch.setitem(FASHION_MNIST.files, "test", files)
+    (tmp_path / "images.gz").write_bytes(gzip.compress(images))
+    (tmp_path / "labels").write_bytes(labels)
+    pixels, found = fashion_mnist("test", tmp_path).tensors
+    assert found.tolist() == [3, 1]
+    assert (pixels * 0.3530 + 0.2860).flatten().tolist() == pytest.approx([0, 1, 0.2, 0.4], abs=1e-6)
+
+
+def test_a_file_that_was_changed_is_refused(tmp_path: Path) -> None:
+    name = FASHION_MNIST.files["test"][0][0]
+    (tmp_path / f"{name}.gz").write_bytes(gzip.compress(_idx((1,), b"x")))
+    with pytest.raises(CorruptDataError, match="fetch it again"):
+        fashion_mnist("test", tmp_path)
+    (tmp_path / f"{name}.gz").write_bytes(b"no gzip")
+    with pytest.raises(CorruptDataError, match="cannot be unpacked"):
+        fashion_mnist("test", tmp_path)
+
+
+def test_cifar_is_joined_in_the_order_of_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = [bytes((label,)) + bytes((pixel,)) * 3072 for label, pixel in ((3, 10), (8, 20))]
+    files = tuple((f"{n}.bin", hashlib.md5(content).hexdigest()) for n, content in enumerate(contents))
+    monkeypatch.setitem(CIFAR10.files, "train", files)
+    (tmp_path / "cifar-10-batches-bin").mkdir()
+    for (file, _), content in zip(files, contents, strict=True):
+        (tmp_path / "cifar-10-batches-bin" / file).write_bytes(content)
+    pixels, labels = cifar10("train", tmp_path)
+    assert labels.tolist() == [3, 8]
+    assert pixels[:, 2, 31, 31].tolist() == [10, 20]
+
+
+def test_texts_are_joined_in_the_order_of_their_names(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("zwei")
+    (tmp_path / "a.txt").write_text("drei é")
+    assert bytes(read_text(tmp_path).tolist()) == "drei ézwei".encode()
+
+
+# --- generated data ---
+
+CHOICES = ChoiceShape(num_users=50, num_items=40, num_samples=4_000)
+TEXT = TextShape(num_words=160, num_classes=8, num_sequences=3_000)
+
+
+def test_generated_data_is_that_of_published_measurements() -> None:
+    """Another stream of NumPy's generator, or another order of drawing, would make it other data."""
+    users_and_items, taken = choices(CHOICES)
+    words, labels = sequences(TEXT)
+    assert (users_and_items[0].tolist(), taken[:8].tolist()) == ([5, 0, 8, 18, 7, 32], [0, 2, 4, 4, 0, 2, 1, 0])
+    assert (words[0, :20].tolist(), labels[0].tolist()) == (
+        [22, 1, 150, 25, 1, 151, 43, 121, 62, 57, 6, 105, 14, 9, 62, 129, 1, 150, 25, 3],
+        [0, 1, 2, 0, 4, 5, 6, 7, 8, 9, 10, 11, 12, 7, 14, 15],
+    )
+
+
+def test_binary_cross_entropy_counts_every_candidate_of_a_sample() -> None:
+    workload = workload_named("ncf-small")
+    outputs, labels = torch.zeros(3, 5), torch.tensor([0, 2, 4])
+    assert workload.loss(outputs, labels).item() == pytest.approx(np.log(2))
+    assert workload.loss(outputs, labels, "sum").item() == pytest.approx(3 * np.log(2))
+    assert workload.loss(outputs[:0], labels[:0], "sum") == 0.0
+    sure = 40 * (2.0 * nn.functional.one_hot(labels, 5) - 1)
+    assert workload.loss(sure, labels) < 1e-6
+    assert workload.loss(-sure, labels).item() == pytest.approx(40)  # softmax would have had 80
+    assert workload.num_correct(sure, labels) == 3
+    assert workload.num_correct(sure, labels.roll(1)) == 0
+
+
+def test_a_virtual_cluster_trains_it() -> None:
+    """Four unequal workers on flattened parameters, measured and unmeasured steps, to above chance."""
+    scenario = virtual.scenario(
+        workload="ncf-small",
+        window_steps=10,
+        noise_every=3,
+        target_accuracy=0.4,
+        evaluation_samples=1000,
+        fixed_time_s=0.0,
+        time_limit_s=8.0,
+    )
+    cluster = VirtualCluster(scenario, workload_named("ncf-small").load(), seed=1, policy="static")
+    while not cluster.over:
+        cluster.run_window()
+    assert cluster.evaluations[0].accuracy < 0.3
+    assert cluster.time_to_target_s is not None

@@ -41,19 +41,6 @@ def test_arbitrary_deliveries_are_parsed_or_raise_value_error(data: bytes) -> No
 
 
 @pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        (b"NATS/1.0 408 Request Timeout\r\nNats-Pending-Messages: 17\r\n\r\n", (408, "Request Timeout", 17)),
-        (b"NATS/1.0 204 EOB\r\nNats-Num-Pending: 5\r\n\r\n", (204, "EOB", 5)),
-        (b"NATS/1.0 503\r\n\r\n", (503, "", 0)),
-        (b"NATS/1.0 abc\r\n\r\n", (0, "", 0)),
-    ],
-)
-def test_a_status_line_is_read(headers: bytes, status: tuple[int, str, int]) -> None:
-    assert parse_status(headers) == status
-
-
-@pytest.mark.parametrize(
     ("subjects", "common"),
     [
         (["a.b.*"], "a.b.*"),

@@ -1,8 +1,10 @@
+import json
 import math
 import random
 import string
 import struct
 import zlib
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -11,8 +13,10 @@ from hypothesis import strategies as st
 from tests.support import examples
 
 from dynamix.schemas import codec, subjects
+from dynamix.schemas.chain import BrokenChainError, ChainCheck, is_intact, seal
 from dynamix.schemas.codec import MalformedMessageError, decode, decode_any, encode
-from dynamix.schemas.messages import Report
+from dynamix.schemas.messages import Action, Dead, Live, Message, PolicyVersion, RankReward, Report, Summary
+from dynamix.schemas.subjects import KINDS
 
 
 @pytest.mark.parametrize(
@@ -120,3 +124,103 @@ def test_a_foreign_float_of_either_width_is_refused_when_it_is_not_finite(form: 
     bad = examples.report(rows=(examples.row(0), examples.row(1, loss_sum=value)))
     with pytest.raises(MalformedMessageError, match=r"rows\[1\]\.loss_sum"):
         encode(bad)
+
+
+# --- golden bytes: a change here breaks every running job and every capture ---
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "golden_messages.json").read_text())
+
+MESSAGES: dict[str, Message] = {
+    "job": msgspec.structs.replace(
+        examples.job(),
+        summary=Summary(num_steps=8, num_samples=96, time_s=2.0, own_s=0.125, equal_sizes_s=3.0, script_batch_s=4.0),
+    ),
+    "report": examples.report(
+        rows=(
+            examples.row(
+                0, sockets=examples.sockets(5, 6, 1), sockets_before=examples.sockets(1, 2), accuracy_before=0.5
+            ),
+            examples.row(1),
+        ),
+        totals_before=examples.totals(),
+    ),
+    "window": examples.window(),
+    "state": examples.state(),
+    "reward": msgspec.structs.replace(
+        examples.reward("node-a", (0,), 3),
+        ranks=(RankReward(rank=0, reward=0.5, terms={"accuracy": 0.75, "iteration_time": -0.25}),),
+    ),
+    "action": seal(examples.action(5, carry=b"\x01\x02"), b"p" * 32),
+    "applied": examples.applied(3, 5, local_batch_sizes=(1, 2), num_refused={"stale": 1}),
+    "trace": examples.trace(window=3),
+    "profile": examples.profile(),
+    "policy": PolicyVersion(policy="ppo", version=3, digest=b"d" * 32, content=b"file"),
+    "dead": Dead(service="reward", subject="dynamix.v1.window.a.b", sequence=9, reason="why", payload=b"x"),
+    "live": Live(service="reward", instance="node-a", uptime_s=1.5, counters={"rewards": 4}),
+    "event": examples.event(9, value=1.0, limit=0.9, explanation="why"),
+}
+
+
+@pytest.mark.parametrize("kind", [kind.name for kind in KINDS])
+def test_the_wire_bytes_are_the_golden_ones(kind: str) -> None:
+    message = MESSAGES[kind]
+    assert encode(message).hex() == GOLDEN[kind]
+    subject = "dynamix.v1.dead.window.a._" if kind == "dead" else subjects.subject_of(message)
+    assert decode_any(subject, bytes.fromhex(GOLDEN[kind])) == message
+
+
+# --- the chain of actions: any change of any bit is seen ---
+
+
+def chain(*places: tuple[int, int]) -> list[Action]:
+    """Actions for these generations and windows."""
+    found: list[Action] = []
+    for generation, window in places:
+        action = examples.action(window, generation=generation, carry=b"\x00\x80", logprobs=(-0.5,))
+        found.append(seal(action, found[-1].hash if found else b""))
+    return found
+
+
+(SEALED,) = chain((0, 5))
+PAYLOAD = encode(SEALED)
+
+
+def check(actions: list[Action]) -> int:
+    taken = ChainCheck()
+    for action in actions:
+        taken.check_next(action, encode(action))
+    return taken.num_actions
+
+
+def test_a_payload_with_any_one_bit_the_other_way_is_not_intact() -> None:
+    assert is_intact(PAYLOAD)
+    for bit in range(len(PAYLOAD) * 8):
+        flipped = bytearray(PAYLOAD)
+        flipped[bit // 8] ^= 1 << bit % 8
+        assert not is_intact(bytes(flipped)), bit
+
+
+@given(st.binary(max_size=64), st.integers(0, len(PAYLOAD)))
+def test_what_is_no_action_or_cut_or_longer_is_not_intact(extra: bytes, cut: int) -> None:
+    assert not is_intact(extra)
+    if extra:
+        assert not is_intact(PAYLOAD + extra)
+    if cut < len(PAYLOAD):
+        assert not is_intact(PAYLOAD[:cut])
+
+
+def test_a_chain_is_whole_over_gaps_and_generations_and_the_oldest_action_may_follow_anything() -> None:
+    actions = chain((0, 0), (0, 1), (0, 7), (2, 0), (2, 1))
+    assert [check(actions), check(actions[1:])] == [5, 4]
+
+
+def test_missing_changed_and_repeated_actions_break_the_chain() -> None:
+    first, second, third = chain((0, 0), (0, 1), (1, 0))
+    for actions, reason in (
+        ([first, third], "window 0 of generation 1 does not follow"),
+        ([first, msgspec.structs.replace(second, watermark=9)], "window 1 of generation 0 is not as it was written"),
+        ([first, second, first], "window 0 of generation 0 stands behind"),
+        ([first, second, second], "window 1 of generation 0 stands behind"),
+    ):
+        with pytest.raises(BrokenChainError, match=reason):
+            check(actions)

@@ -6,10 +6,10 @@ WebSocket client is needed.
 
 import json
 import os
+import select
 import shutil
 import subprocess
 import tempfile
-import threading
 import time
 from typing import Any, Self
 
@@ -31,9 +31,9 @@ class Browser:
     """`with Browser() as browser: browser.open(url)`; one page."""
 
     def __init__(self) -> None:
-        self._next = 0
-        self._answers: dict[int, dict[str, Any]] = {}
-        self._arrived = threading.Condition()
+        self._number = 0
+        self._messages: list[dict[str, Any]] = []
+        self._rest = b""
         self.events: list[dict[str, Any]] = []
         """What the page sent by itself, oldest first: `Network.requestWillBeSent`, `Runtime.exceptionThrown` ..."""
 
@@ -56,8 +56,6 @@ class Browser:
         )
         os.close(read_commands)
         os.close(write_answers)
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
         self._session = ""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -73,23 +71,18 @@ class Browser:
             self.process.kill()
             self.process.wait()
         os.close(self._commands)
-        self._reader.join(10)
         os.close(self._output)
         self._profile.cleanup()
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Call a method of the protocol; its result."""
-        with self._arrived:
-            self._next += 1
-            number = self._next
-        message: dict[str, Any] = {"id": number, "method": method, "params": parameters}
+        self._number += 1
+        message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
         if self._session:
             message["sessionId"] = self._session
         os.write(self._commands, json.dumps(message).encode() + b"\0")
-        with self._arrived:
-            arrived = self._arrived.wait_for(lambda: number in self._answers, ANSWER_TIMEOUT_S)
-            assert arrived, f"{method} was not answered"
-            answer = self._answers.pop(number)
+        while (answer := self._read()).get("id") != self._number:
+            self.events.append(answer)
         assert "error" not in answer, f"{method}: {answer['error']}"
         result: dict[str, Any] = answer.get("result", {})
         return result
@@ -154,15 +147,10 @@ class Browser:
         thrown = [one["exceptionDetails"].get("exception", {}).get("description", str(one)) for one in found]
         return [*thrown, *(entry["text"] for entry in logged if entry["level"] == "error")]
 
-    def _read(self) -> None:
-        rest = b""
-        while chunk := os.read(self._output, 1 << 16):
-            *whole, rest = (rest + chunk).split(b"\0")
-            for text in whole:
-                message = json.loads(text)
-                with self._arrived:
-                    if "id" in message:
-                        self._answers[message["id"]] = message
-                    else:
-                        self.events.append(message)
-                    self._arrived.notify_all()
+    def _read(self) -> dict[str, Any]:
+        """The next message of the browser."""
+        while not self._messages:
+            assert select.select([self._output], [], [], ANSWER_TIMEOUT_S)[0], "the browser does not answer"
+            *whole, self._rest = (self._rest + os.read(self._output, 1 << 16)).split(b"\0")
+            self._messages += map(json.loads, whole)
+        return self._messages.pop(0)

@@ -1,9 +1,10 @@
-"""A disk that was full: every view says that nothing is stored, and `dynamix up` starts the broker again."""
+"""A store whose disk was full, which every view says until `dynamix up` starts the broker again; and one made anew."""
 
 import asyncio
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,9 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from tests.support import examples
 from tests.support.brokers import ConfiguredServer, connected, until
+from tests.support.control_plane import ControlPlane, feed_windows, one_node_job
 from tests.support.http_get import free_port, get
 
 from dynamix.cli.commands.doctor import bus as broker_checks
@@ -171,3 +174,37 @@ def test_a_broker_that_stores_nothing_is_restarted_once_there_is_room() -> None:
     assert judge.judge(1, MIN_ROOM_BYTES, 206.0) == ""
     assert judge.judge(1, MIN_ROOM_BYTES, 215.0) == ""
     assert judge.judge(1, MIN_ROOM_BYTES, 216.0) == "restart"
+
+
+# --- streams that are made again while a job runs ---
+
+
+@pytest.mark.usefixtures("services")
+async def test_a_running_job_is_steered_on_after_its_streams_were_made_again(plane: ControlPlane) -> None:
+    """Its newest action may be applied, and said so, after the streams were made again that it was in."""
+    job = one_node_job(policy="rule")
+    await plane.bus.publish(job)
+    await feed_windows(plane, job, range(30))
+    before = (await plane.wait_for_actions(30))[-1]
+    assert before.window == 29
+    await plane.server.kill()
+    shutil.rmtree(plane.server._directory / "store")
+    await plane.server.start()
+    async with connected(plane.server.settings, "operator") as operator:
+        await provision(operator)
+    feeding = asyncio.create_task(feed_windows(plane, job, range(30, 1000), every_s=0.1))
+    try:
+        await plane.bus.publish(
+            examples.applied(29, 31, local_batch_sizes=before.local_batch_sizes, action_hash=before.hash)
+        )
+        await asyncio.sleep(1.0)
+        await plane.bus.publish(job)  # rank 0 looks every 10 s
+        first, second, *_ = await plane.wait_for_actions(3)
+    finally:
+        feeding.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await feeding
+    assert (first.gap, first.previous_hash, second.gap) == (True, b"", False)
+    assert 30 <= first.window <= 100
+    assert second.window == first.window + 1
+    assert all(process.exit_code() is None for process in plane.services.values())
