@@ -103,12 +103,32 @@ def test_where_communication_is_hidden_or_the_job_permits_nothing_gradients_stay
     assert set(chosen(permission, communication_s)) == {EXACT}
 
 
-@pytest.mark.parametrize(("communication_s", "every"), [(0.010, 2), (0.050, 4), (0.4, 16)])
-def test_local_steps_begin_with_period_4_and_follow_the_law(communication_s: float, every: int) -> None:
-    """h = sqrt(C / c (1 / 0.07 - 1)) of 8 ranks is 1.9, 4.2 and 11.8, to the nearest power of two."""
+@pytest.mark.parametrize(
+    ("communication_s", "first", "every", "delay"), [(0.010, 2, 2, 1), (0.050, 8, 4, 2), (0.4, 16, 16, 8)]
+)
+def test_local_steps_follow_the_law_and_do_not_wait_once_an_averaging_is_measured(
+    communication_s: float, first: int, every: int, delay: int
+) -> None:
+    """h = sqrt(0.26 e / c (1 / 0.04 - 1)) of 8 ranks is 2.5, 5.6 and 15.8; before, 0.3 e counts."""
     found = chosen("local", communication_s)
-    assert found[LAG] == Exchange(codec="int8", every=4)
-    assert found[-1] == Exchange(codec="int8", every=every)
+    assert found[LAG] == Exchange(codec="int8", every=first)
+    assert found[-1] == Exchange(codec="int8", every=every, delay=delay)
+
+
+def test_ranks_wait_again_now_and_then_or_where_they_have_to_so_that_an_averaging_is_measured() -> None:
+    def exposed_s(window: int, now: Exchange) -> float:
+        taken_s = 0.04 if window < 20 else 0.3
+        hidden_s = now.delay * COMPUTE_S
+        return max(0.0, taken_s * TRUE_SHARES[now.codec] - hidden_s) / now.every + 1e-6
+
+    found = chosen_after(
+        job_of(exchange="local"), exposed_s, lambda _: observed((math.nan,) * NUM_RANKS), windows=20 + 2 * LOOK_AGAIN
+    )
+    delays = [each.delay for each in found]
+    assert delays[19] == 2
+    assert delays[20 + LAG : 20 + 2 * LAG] == [0, 0]
+    assert delays[19 + 4 * LAG] == 8
+    assert 0 in delays[20 + 4 * LAG :]
 
 
 def test_local_steps_end_where_links_became_fast() -> None:

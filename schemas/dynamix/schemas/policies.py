@@ -39,8 +39,17 @@ STIGMERGY = "stigmergy"
 RATE_EXPONENTS: Mapping[str, float] = MappingProxyType({"none": 0.0, "sqrt": 0.5, "linear": 1.0})
 """Exponent of B in each learning-rate rule."""
 
-FIRST_PERIOD = 4
-"""Steps between two averagings under `rule`, until the time of one is measured."""
+ROUNDED = 0.3
+"""Time of a sum by `int8` over that of gradients as they are, before it was measured."""
+LOSS_OF_EIGHT, LOSS_POWER, MOST_EVERY = 0.04, 0.7, 16
+
+
+def sync_period(round_s: float, compute_s: float, num_ranks: int) -> int:
+    """Steps between two averagings under `rule`: the power of two nearest to h (docs/communication.md)."""
+    loss = min(LOSS_OF_EIGHT * (num_ranks / 8) ** LOSS_POWER, 0.99)
+    wanted = math.sqrt(max(round_s, 0.0) / compute_s * (1.0 / loss - 1.0))
+    return int(min(2 ** round(math.log2(max(wanted, 1.0))), MOST_EVERY))
+
 
 # --- options
 
@@ -107,6 +116,7 @@ POLICY_OPTIONS: Mapping[str, Options] = MappingProxyType(
             "route": named(ROUTES, "how they are summed"),
             "outer_rate": Option(1, 0.001, 10, "rate of the outer step after local steps; 1 is the mean"),
             "outer_momentum": Option(0, 0, 0.999, "its Nesterov momentum"),
+            "delay": Option(0, 0, MOST_STEPS, "local steps that are made while the mean of a round travels", True),
         },
         "split": {**_PROPORTIONAL, "track": track(1)},
         "random": {"track": track(0)},
@@ -243,6 +253,7 @@ def exchange_of(options: PolicyOptions) -> Exchange:
         route=str(options.get("route", "all-reduce")),
         outer_rate=float(outer.get("outer_rate", 1.0)),
         outer_momentum=float(outer.get("outer_momentum", 0.0)),
+        delay=int(options.get("delay", 0)),
     )
 
 
