@@ -103,11 +103,9 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
         if are_ending or not 0.0 < sync_s < math.inf:
             return known
         number, before_s = num_steps / current.every, self.times_s.get(name, 0.0)
-        if current.delay:  # what travels is not seen; ranks that wait all the same show a slower network
-            waits = sync_s * num_steps > 0.5 * before_s * max(number, 1.0)
-            return replace(known, age=LOOK_AGAIN) if waits and self.newest.delay else known
-        if before_s and current.every > 1:  # as many averagings as fit best
-            number = min(max(round(sync_s * num_steps / before_s), math.floor(number)), math.ceil(number))
+        if current.delay:  # what travels is not seen; ranks that wait all the same, with no end of it, show slower links
+            waits = self.active == (current,) * LAG and sync_s * num_steps > 0.5 * before_s * max(number, 1.0)
+            return replace(known, age=LOOK_AGAIN) if waits else known
         taken_s = sync_s * num_steps / max(number, 1)
         if name != self.observed:
             return replace(known, times_s={**self.times_s, name: taken_s}, observed=name)
@@ -159,13 +157,15 @@ def choose(job: Job, model: StepTime, memory: ExchangeMemory, current: float) ->
         return newest
     compute_s, base_s = map(float, model.slowest_s(np.array([current, job.base_global_batch_size])))
     is_exposed = job.exchange != "exact" and exact_s > BEGIN * (base_s + exact_s)
+    if newest.delay and memory.age < LOOK_AGAIN:
+        return newest
     if job.exchange == "local" and (is_exposed or newest.every > 1):
         round_s = memory.times_s.get("round")
         every = sync_period(ROUNDED * exact_s if round_s is None else round_s, compute_s, job.num_exchanging)
         if every > 1 or newest.every > 1:  # where local steps end, exact ones are measured again
-            travels = round_s is not None and round_s > TRAVELS * every * compute_s
-            is_to_wait = not travels or (newest.delay and memory.age >= LOOK_AGAIN)
-            delay = 0 if is_to_wait else min(math.ceil(round_s / compute_s), every // 2)
+            delay, is_measured = 0, round_s is not None and memory.age >= 2 * LAG and not newest.delay
+            if is_measured and round_s > TRAVELS * every * compute_s:
+                delay = min(math.ceil(round_s / compute_s), every // 2)
             return Exchange(codec="int8", every=every, delay=delay) if every > 1 else EXACT
     if way_of(newest) == OVER_OWNERS and memory.age >= LOOK_AGAIN:
         return EXACT
