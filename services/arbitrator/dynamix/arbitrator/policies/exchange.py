@@ -2,7 +2,7 @@
 
     x = e / (c_0 + e)                               exposed share of an exact step at the user's base batch
     h = sqrt(C / c * (1 / k - 1)),  k = 0.04 (N / 8)^0.7                     steps between two averagings
-    d = C / c, where C > 0.1 h c, at most h / 2                              steps that are made while a mean travels
+    d = C / c, where C > 0.1 h c, at most h / 4                              steps that are made while a mean travels
 
 e is the communication that computing does not hide, C the time of one averaging: the waiting of the rank that waits
 least. c is the compute time of the slowest rank in a step of the last sizes, c_0 at the base batch. k is the share of
@@ -165,7 +165,7 @@ def choose(job: Job, model: StepTime, memory: ExchangeMemory, current: float) ->
         if every > 1 or newest.every > 1:  # where local steps end, exact ones are measured again
             delay, is_measured = 0, round_s is not None and memory.age >= 2 * LAG and not newest.delay
             if is_measured and round_s > TRAVELS * every * compute_s:
-                delay = min(math.ceil(round_s / compute_s), every // 2)
+                delay = min(math.ceil(round_s / compute_s), every // 4)
             return Exchange(codec="int8", every=every, delay=delay) if every > 1 else EXACT
     if way_of(newest) == OVER_OWNERS and memory.age >= LOOK_AGAIN:
         return EXACT
