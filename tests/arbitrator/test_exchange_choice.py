@@ -103,16 +103,11 @@ def test_where_communication_is_hidden_or_the_job_permits_nothing_gradients_stay
     assert set(chosen(permission, communication_s)) == {EXACT}
 
 
-@pytest.mark.parametrize(
-    ("communication_s", "first", "every", "delay"), [(0.010, 2, 2, 0), (0.050, 8, 4, 1), (0.4, 16, 16, 4)]
-)
-def test_local_steps_follow_the_law_and_do_not_wait_once_an_averaging_is_measured(
-    communication_s: float, first: int, every: int, delay: int
-) -> None:
-    """h = sqrt(0.26 e / c (1 / 0.04 - 1)) of 8 ranks is 2.5, 5.6 and 15.8; before, 0.3 e counts."""
+@pytest.mark.parametrize(("communication_s", "every", "delay"), [(0.010, 2, 0), (0.050, 8, 2), (0.4, 16, 4)])
+def test_local_steps_follow_the_law(communication_s: float, every: int, delay: int) -> None:
+    """h = sqrt(0.3 e / c (1 / 0.04 - 1)) of 8 ranks is 2.7, 6.0 and 17."""
     found = chosen("local", communication_s)
-    assert found[LAG] == Exchange(codec="int8", every=first)
-    assert found[-1] == Exchange(codec="int8", every=every, delay=delay)
+    assert set(found) == {EXACT, Exchange(codec="int8", every=every, delay=delay)}
 
 
 def test_ranks_wait_again_now_and_then_or_where_they_have_to_so_that_an_averaging_is_measured() -> None:
@@ -135,9 +130,11 @@ def test_local_steps_end_where_links_became_fast() -> None:
     def exposed_s(window: int, now: Exchange) -> float:
         return (0.040 if window < 20 else 0.001) * TRUE_SHARES[now.codec] / now.every
 
-    found = chosen_after(job_of(exchange="local"), exposed_s, lambda _: observed((math.nan,) * NUM_RANKS))
+    found = chosen_after(
+        job_of(exchange="local"), exposed_s, lambda _: observed((math.nan,) * NUM_RANKS), windows=LOOK_AGAIN + 30
+    )
     assert found[20].every > 1
-    assert found[20 + 3 * LAG] == EXACT
+    assert found[-1] == EXACT
 
 
 def test_a_codec_that_turns_out_slower_than_exact_gradients_is_not_tried_again() -> None:

@@ -1,13 +1,10 @@
 """How gradients are exchanged: a law of measured times. Pure.
 
     x = e / (c_0 + e)                               exposed share of an exact step at the user's base batch
-    h = sqrt(C / c * (1 / k - 1)),  k = 0.04 (N / 8)^0.7                     steps between two averagings
-    d = C / c, where C > 0.1 h c, at most h / 4                              steps that are made while a mean travels
 
 e is the communication that computing does not hide, C the time of one averaging: the waiting of the rank that waits
-least. c is the compute time of the slowest rank in a step of the last sizes, c_0 at the base batch. k is the share of
-progress that a local step of N ranks loses. h becomes the nearest power of two; 0.03 to 0.15 of 8 ranks do as well on
-train scenarios, 0.04 agrees with rounds on real clocks. d becomes the next whole number.
+least. c_0 is the compute time of the slowest rank in a step of the base batch. `local_exchange` has the law of local
+steps, in which 0.03 to 0.15 as k of 8 ranks do as well on train scenarios, and 0.04 agrees with real clocks.
 
 - **Rounding** to `int8` begins when x > 0.3, in jobs that permit it; and with it local steps, in jobs that permit them,
   until h is below 1.4. C is 0.3 e until it is measured, and measured again after `LOOK_AGAIN` windows without waiting.
@@ -31,15 +28,13 @@ from msgspec.structs import replace
 from dynamix.schemas.apportion import balanced_shares, ring_time, shared_time
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import EXACT, Exchange, is_permitted
-from dynamix.schemas.policies import ROUNDED, sync_period
+from dynamix.schemas.policies import ROUNDED, local_exchange
 
 from .policy import Array32, Array64, column
 from .step_time import StepTime
 
 BEGIN = 0.3
 """x above which `int8` begins."""
-TRAVELS = 0.1
-"""Share of a round that its averaging must take for ranks not to wait for it."""
 WORTHWHILE = 0.1
 """Share of an exact step that another way must save to begin; half of it to stay."""
 LAG = 2
@@ -103,8 +98,9 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
         if are_ending or not 0.0 < sync_s < math.inf:
             return known
         number, before_s = num_steps / current.every, self.times_s.get(name, 0.0)
-        if current.delay:  # what travels is not seen; ranks that wait all the same, with no end of it, show slower links
-            waits = self.active == (current,) * LAG and sync_s * num_steps > 0.5 * before_s * max(number, 1.0)
+        if current.delay:  # what travels is not seen; where ranks wait all the same, links became slower
+            seen_s = 0.5 * self.time_s(current, 0.0) * max(number, 1.0)
+            waits = self.active == (current,) * LAG and sync_s * num_steps > seen_s
             return replace(known, age=LOOK_AGAIN) if waits else known
         taken_s = sync_s * num_steps / max(number, 1)
         if name != self.observed:
@@ -153,20 +149,17 @@ def choose(job: Job, model: StepTime, memory: ExchangeMemory, current: float) ->
     newest, exact_s = memory.newest, memory.time_s(EXACT, 0.0)
     if math.isnan(exact_s) or not is_permitted(newest, job.exchange):
         return EXACT
-    if memory.age < LAG:
+    if memory.age < LAG or (newest.delay and memory.age < LOOK_AGAIN):
         return newest
     compute_s, base_s = map(float, model.slowest_s(np.array([current, job.base_global_batch_size])))
     is_exposed = job.exchange != "exact" and exact_s > BEGIN * (base_s + exact_s)
-    if newest.delay and memory.age < LOOK_AGAIN:
-        return newest
     if job.exchange == "local" and (is_exposed or newest.every > 1):
-        round_s = memory.times_s.get("round")
-        every = sync_period(ROUNDED * exact_s if round_s is None else round_s, compute_s, job.num_exchanging)
-        if every > 1 or newest.every > 1:  # where local steps end, exact ones are measured again
-            delay, is_measured = 0, round_s is not None and memory.age >= 2 * LAG and not newest.delay
-            if is_measured and round_s > TRAVELS * every * compute_s:
-                delay = min(math.ceil(round_s / compute_s), every // 4)
-            return Exchange(codec="int8", every=every, delay=delay) if every > 1 else EXACT
+        round_s = memory.times_s.get("round", ROUNDED * exact_s)
+        chosen = local_exchange(round_s, compute_s, job.num_exchanging)
+        if newest.delay or (newest.every > 1 and memory.age < 2 * LAG):  # an averaging is measured where ranks wait
+            chosen = replace(chosen, delay=0)
+        if chosen.every > 1 or newest.every > 1:  # where local steps end, exact ones are measured again
+            return chosen if chosen.every > 1 else EXACT
     if way_of(newest) == OVER_OWNERS and memory.age >= LOOK_AGAIN:
         return EXACT
     sees_links = model.noise < BUSY and memory.num_link_windows >= LINK_WINDOWS
