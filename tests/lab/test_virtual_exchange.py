@@ -143,7 +143,7 @@ def test_a_quota_slows_coding_and_has_each_exchange_wait_for_its_next_period() -
     changed = virtual.scenario(workers=workers, network=Network(bandwidth_mbit_s=1e9, latency_s=0.0), coding=coding)
     made = VirtualClock(changed, 4 * 4096)
     for codec, coding_s in (("none", 0.0), ("int8", 0.002 / 0.4)):
-        step = made.step(np.ones(2), calm(2), traffic=traffic_of(Exchange(codec=codec), 2), computed_s=np.zeros(2))
+        step = made.step(np.ones(2), calm(2), traffic=traffic_of(Exchange(codec=codec), 2), since_s=np.zeros(2))
         assert step.communication_s == pytest.approx(0.6 * 0.02 + coding_s, rel=1e-5)
         assert step.step_s == pytest.approx(0.001 + step.communication_s)
 
@@ -219,12 +219,12 @@ def test_a_round_takes_as_long_as_the_rank_that_computed_longest_in_all_of_it() 
     ring = CollectiveTraffic(np.full(2, 1.25e6), np.full(2, 1.25e6), is_ring=True, num_messages=0)
     sent = (BucketTraffic((ring,), "none", 1.25e6),)
     # 10 and 30 ms, then 30 and 10 ms; 1.25 MB over 1.25 GB/s, none of it hidden, whatever the overlap is
-    first = clock.step(np.array([10.0, 30.0]), calm, computed_s=np.zeros(2))
-    last = clock.step(np.array([30.0, 10.0]), calm, decided=True, traffic=sent, computed_s=first.compute_s)
+    first = clock.step(np.array([10.0, 30.0]), calm, since_s=np.zeros(2))
+    last = clock.step(np.array([30.0, 10.0]), calm, decided=True, traffic=sent, since_s=first.compute_s)
     assert (first.step_s, first.sync_s.tolist(), first.communication_s) == (0.030, [0.0, 0.0], 0.0)
     assert last.step_s == pytest.approx(0.010 + 0.001 + clock.decision_s)
     assert last.sync_s == pytest.approx([0.001, 0.001])
-    late = clock.step(np.array([10.0, 10.0]), calm, traffic=sent, computed_s=np.array([0.010, 0.030]))
+    late = clock.step(np.array([10.0, 10.0]), calm, traffic=sent, since_s=np.array([0.010, 0.030]))
     assert late.step_s == pytest.approx(0.010 + 0.001)
     assert late.sync_s == pytest.approx([0.020 + 0.001, 0.001])
 

@@ -16,7 +16,6 @@ import numpy.typing as npt
 from dynamix.arbitrator.policies.exchange import BEGIN, PRIORS
 from dynamix.arbitrator.policies.step_time import SPLIT_DEAD_BAND, StepTime
 from dynamix.cli.output import Document
-from dynamix.schemas.policies import FIRST_PERIOD
 from dynamix.schemas.watching import COMPUTE, DATA, SYNC, Row, Step
 
 WINDOW_STEPS, WINDOW_S = 10, 1.0
@@ -36,6 +35,8 @@ EXPLAINS = 0.75
 """Share of the communication that a ring at a slow link's rate must take: else a rank sends slowly, not its link."""
 FIXED_SHARE = 0.1
 """Share of the fastest rank's compute time that may not depend on the batch: steps of one size do not show it."""
+LOCAL_STEPS = 4
+"""Period whose gain is estimated."""
 PRIOR_ERROR = 0.3
 """Relative error of the time of an exchange that was not measured."""
 
@@ -233,7 +234,7 @@ class Watched:
 
         for every, permission, name in (
             (1, "lossy", "gradients rounded to int8"),
-            (FIRST_PERIOD, "local", f"{FIRST_PERIOD} local steps between averagings, int8"),
+            (LOCAL_STEPS, "local", f"{LOCAL_STEPS} local steps between averagings, int8"),
         ):
             factor = PRIORS["int8"] / every
             saving, error = saved(own_TW, factor * comm_T)

@@ -39,8 +39,26 @@ STIGMERGY = "stigmergy"
 RATE_EXPONENTS: Mapping[str, float] = MappingProxyType({"none": 0.0, "sqrt": 0.5, "linear": 1.0})
 """Exponent of B in each learning-rate rule."""
 
-FIRST_PERIOD = 4
-"""Steps between two averagings under `rule`, until the time of one is measured."""
+ROUNDED = 0.3
+"""Time of a sum by `int8` over that of gradients as they are, before it was measured."""
+LOSS_OF_EIGHT, LOSS_POWER = 0.04, 0.7
+"""k of 8 ranks, and how it grows with their number."""
+MOST_EVERY, TRAVELS = 16, 0.1
+"""Longest period; share of a round that its averaging must take for ranks not to wait for it."""
+
+
+def local_exchange(round_s: float, compute_s: float, num_ranks: int) -> Exchange:
+    """Local steps under `rule`, from the time of an averaging and of computing a step (docs/communication.md).
+
+    h = sqrt(C / c * (1 / k - 1)),  k = 0.04 (N / 8)^0.7         steps between two averagings, a power of two
+    d = C / c, where C > 0.1 h c, at most h / 4                  steps that are made while a mean travels
+    """
+    loss = min(LOSS_OF_EIGHT * (num_ranks / 8) ** LOSS_POWER, 0.99)
+    relative = max(round_s, 0.0) / compute_s
+    every = min(2 ** round(math.log2(max(math.sqrt(relative * (1.0 / loss - 1.0)), 1.0))), MOST_EVERY)
+    delay = min(math.ceil(relative), every // 4) if relative > TRAVELS * every else 0
+    return Exchange(codec="int8", every=every, delay=delay)
+
 
 # --- options
 
@@ -107,6 +125,7 @@ POLICY_OPTIONS: Mapping[str, Options] = MappingProxyType(
             "route": named(ROUTES, "how they are summed"),
             "outer_rate": Option(1, 0.001, 10, "rate of the outer step after local steps; 1 is the mean"),
             "outer_momentum": Option(0, 0, 0.999, "its Nesterov momentum"),
+            "delay": Option(0, 0, MOST_STEPS, "local steps that are made while the mean of a round travels", True),
         },
         "split": {**_PROPORTIONAL, "track": track(1)},
         "random": {"track": track(0)},
@@ -243,6 +262,7 @@ def exchange_of(options: PolicyOptions) -> Exchange:
         route=str(options.get("route", "all-reduce")),
         outer_rate=float(outer.get("outer_rate", 1.0)),
         outer_momentum=float(outer.get("outer_momentum", 0.0)),
+        delay=int(options.get("delay", 0)),
     )
 
 

@@ -190,23 +190,26 @@ class VirtualClock:
         *,
         decided: bool = False,
         traffic: StepTraffic | None = None,
-        computed_s: Array64 | None = None,
+        since_s: Array64 | None = None,
+        travels: bool = False,
+        arrives_s: float | None = None,
     ) -> StepTiming:
         """One step with these local batch sizes; `decided` when it is the first one with another allocation.
 
         `traffic` is what the ranks sent, unless that was uncoded gradients by all-reduces.
 
-        In a round of local steps `computed_s` is what each has computed in it before: without `traffic` they go on at
-        once, with it the round ends. It lasts as long as the worker that has computed longest: a step, by how much that
-        grew. The others wait for it at the end, where what is sent is not ready before, so that none of it is hidden.
+        In a round of local steps `since_s` is how long each has stepped without waiting for all: without `traffic` they
+        go on at once, with it the round ends. It lasts as long as the worker that has computed longest: a step, by how
+        much that grew. The others wait for it at the end, where what is sent is not ready before, so that none of it is
+        hidden; unless it `travels` while all go on, and is taken in a later step, not before `arrives_s`.
         """
         compute_s: Array64 = conditions.slowdown * (
             self._overhead_s + np.maximum(sizes, self._saturation) * self._s_per_sample
         )
-        is_local, begun_s = computed_s is not None, 0.0
+        is_local, begun_s = since_s is not None, 0.0
         ends_s = compute_s
-        if computed_s is not None:
-            ends_s, begun_s = computed_s + compute_s, float(computed_s.max())
+        if since_s is not None:
+            ends_s, begun_s = since_s + compute_s, float(since_s.max())
         slowest_s = float(ends_s.max())
         communication_s = exposed_s = 0.0
         if traffic is not None and len(self._bandwidth) > 1:
@@ -226,8 +229,11 @@ class VirtualClock:
             exposed_s = max(communication_s / self._network.num_buckets, communication_s - hidden_s)
         if communication_s > 0.0:
             communication_s, exposed_s = communication_s + self._throttled_s, exposed_s + self._throttled_s
-        goes_on = is_local and traffic is None
-        sync_s = np.zeros(len(compute_s)) if goes_on else slowest_s - ends_s + exposed_s
+        if is_local and (traffic is None or travels):
+            exposed_s, sync_s = 0.0, np.maximum(0.0, (arrives_s or 0.0) - ends_s)
+            slowest_s = float((ends_s + sync_s).max())
+        else:
+            sync_s = slowest_s - ends_s + exposed_s
         update_s = self.decision_s if decided else 0.0
         step_s = slowest_s - begun_s + exposed_s + update_s
         return StepTiming(compute_s, sync_s, update_s, step_s, communication_s)

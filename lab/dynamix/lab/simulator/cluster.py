@@ -12,7 +12,6 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import torch
-from msgspec.structs import replace as replace_fields
 
 from dynamix.lab.workloads import Data, Part, make_optimizer, workload_named
 from dynamix.schemas.messages import Action, Applied, NetworkMetrics, RankRow, Report, SystemMetrics, Trace
@@ -26,7 +25,7 @@ from dynamix.trainer.gradient.noise import NoiseAverage, NoiseSums, is_measured,
 from dynamix.trainer.job.identity import Attempt, JobIdentity, Place
 from dynamix.trainer.job.options import JobOptions
 from dynamix.trainer.measurement.meter import Row, job_totals
-from dynamix.trainer.steering.beginning import LAST_TIMED, NUM_TIMED, begun_exchange, is_timed
+from dynamix.trainer.steering.beginning import NUM_TIMED, begun_exchange, is_timed
 from dynamix.trainer.steering.fast_loop import FastLoop
 from dynamix.trainer.steering.offers import Offers
 from dynamix.trainer.steering.run import Reporter, field_of
@@ -404,38 +403,39 @@ class VirtualCluster:
         step = self._active(plan.step)
         sums, traffic = self._train(plan, step, ends_epoch=self._sampler.is_over(following))
         sizes = np.asarray(plan.counts.values, dtype=np.float64)
-        begun_s = self.rounds.computed_s
-        computed_s = begun_s if step.is_local else None
-        timing = self._clock.step(sizes, conditions, decided=decided, traffic=traffic, computed_s=computed_s)
+        rounds = self.rounds
+        local = {"since_s": rounds.since_s, "travels": rounds.travels, "arrives_s": rounds.arrives_s}
+        timing = self._clock.step(
+            sizes, conditions, decided=decided, traffic=traffic, **(local if step.is_local else {})
+        )
         sent = () if step.is_local and not traffic else traffic
         self._recorder.steps.append(Step(plan, sums, timing, conditions, sent))
         self._evaluate(self.time_s + timing.step_s)  # what was due before the step's end saw the parameters before it
         if step.is_local:
-            self.rounds.end_step(timing.compute_s, step)
+            rounds.end_step(timing, step)
         else:
             self._optimizer.step()
         self.time_s += timing.step_s
         self.position = following
         self._schedule.drop_before(plan.step)
-        times_are_shared = traffic is not None or not step.is_local
+        times_are_shared = rounds.is_received or not step.is_local
         if times_are_shared and self._schedule.allocation_at(plan.step).split == "tracking":
             seconds, counts = timing.seconds_per_sample(plan.counts.values), plan.counts.values
             if step.is_local:
-                seconds, counts = self.rounds.ended_times(begun_s + timing.compute_s)
+                seconds, counts = rounds.ended_times()
             # a loader without workers has drawn nothing yet
             self._fast_loop.observe_times(seconds, self.position.step, counts)
-        if plan.step <= LAST_TIMED + MARGIN_STEPS < self.scenario.window_steps and plan.step:
+        if plan.step < NUM_TIMED < self.scenario.window_steps:
             self._begin(plan, float(timing.compute_s[0] + timing.sync_s[0]))
 
     def _begin(self, plan: StepPlan, taken_s: float) -> None:
-        """Begin with another exchange after the first steps, in that step in which real ranks would."""
+        """Begin with another exchange after the first steps, as real ranks do."""
         self._taken_s.append(taken_s)
-        if plan.step < LAST_TIMED + MARGIN_STEPS or not is_timed(self._options, self._schedule.newest):
+        if len(self._taken_s) < NUM_TIMED or not is_timed(self._options, self._schedule.newest):
             return
-        rates, taken = self._fast_loop.filter.rates, self._taken_s[:NUM_TIMED]
-        if (begun := begun_exchange(self._options, rates, plan.counts.values, taken)) is not None:
-            allocation = replace_fields(self._schedule.newest, exchange=begun[0])
-            self._schedule.revise(self.position.step, allocation)
+        rates, num_ranks = self._fast_loop.filter.rates, self.job.num_exchanging
+        if (begun := begun_exchange(self._options, rates, plan.counts.values, self._taken_s, num_ranks)) is not None:
+            self._schedule.revise_exchange(self.position.step, begun[0])
             for reporter in self._reporters:
                 reporter.begun = begun
             self.job = self._reporters[0].specification(total_samples=None)
@@ -455,8 +455,8 @@ class VirtualCluster:
         inputs, labels = (tensor.index_select(0, chosen.to(tensor.device)) for tensor in self._data)
         if step.is_local:
             sums = self.rounds.compute(inputs, labels, plan)
-            ended = self.rounds.update(plan, step, ends_epoch=ends_epoch)
-            return (sums, None) if ended is None else (sums._replace(drift=ended[1]), ended[0])
+            traffic, drift = self.rounds.update(plan, step, ends_epoch=ends_epoch)
+            return sums._replace(drift=drift), traffic
         measured = is_measured(plan.step, self.scenario.noise_every)
         if step.exchange == EXACT:
             return self.gradients.step(inputs, labels, plan, measured=measured), None

@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dynamix.schemas.messages.allocation import EXACT
+from dynamix.schemas.messages.allocation import EXACT, Exchange
 from dynamix.trainer.data.plan import StepPlan
 from dynamix.trainer.gradient.learning_rate import correct_second_moments
 from dynamix.trainer.gradient.noise import NormSketch, RoundMeasurement
 from dynamix.trainer.local_steps import mean_counts, outer_step
 
+from .clock import StepTiming
 from .exchange import ActiveExchange, Array64, StepTraffic, VirtualExchange, with_numbers
 from .gradients import Gradients, StepSums, WorkerNorms
 
@@ -57,8 +58,19 @@ class VirtualRounds:
         """Steps of the round so far."""
         self.computed_s: Array64 = np.zeros(exchange.world_size)
         """Compute time of each rank in the round so far, in seconds."""
+        self.since_s: Array64 = np.zeros(exchange.world_size)
+        """Time of each rank since all waited for each other."""
+        self.is_received = False
+        """Whether the ranks took a mean in the newest step."""
+        self.arrives_s: float | None = None
+        """When the mean arrived that they took after a delay, on the clock of `since_s`."""
+        self._travelling: tuple[Tensor, Tensor, Array64] | None = None
+        """The mean movement of the round before, where each rank was, and the drift of each."""
+        self._arrives_s = 0.0
         self._ended: tuple[Array64, int] = self._num_samples, 1
         """Samples by rank and steps of the newest round that ended."""
+        self._ended_s = self.computed_s
+        """What each has computed in it."""
 
     def compute(self, inputs: Tensor, labels: Tensor, plan: StepPlan) -> StepSums:
         """Compute the mean gradient of each rank's samples at its own parameters, and show the mean of these."""
@@ -81,8 +93,11 @@ class VirtualRounds:
 
     def update(
         self, plan: StepPlan, step: ActiveExchange, *, ends_epoch: bool
-    ) -> tuple[StepTraffic, tuple[Array64, float]] | None:
-        """Update each rank; what was sent after a round's last step, and its drift. Evaluated parameters stay."""
+    ) -> tuple[StepTraffic | None, tuple[Array64, float] | None]:
+        """Update each rank; what was sent after a round's last step, and the drift of a mean that was received.
+
+        Evaluated parameters stay.
+        """
         parameters, optimizer = self._begun()
         together = self._exchange.world_size // self._exchange.num_members
         of_nodes = self._start.new_tensor(plan.counts.values).view(-1, together).sum(1).repeat_interleave(together)
@@ -91,44 +106,72 @@ class VirtualRounds:
         self.num_steps += 1
         self._num_samples = self._num_samples + np.asarray(plan.counts.values)
         exchange, following = step.exchange, step.following
-        if self.num_steps < exchange.every and exchange == following and not ends_epoch:
-            return None
+        drift, is_last, self.arrives_s = None, exchange != following or ends_epoch, None
+        if self._travelling is not None and (self.num_steps == exchange.delay or is_last):
+            drift, self.arrives_s = self._receive(parameters, exchange), self._arrives_s
+        self.is_received = drift is not None
+        if self.num_steps < exchange.every and not is_last:
+            return None, drift
         weights = self._weights()
         moved = (parameters.detach() - self._start) * weights[:, None]
         total = torch.empty_like(self._start)
         own = torch.linalg.vector_norm(moved, dim=1).double() ** 2 / weights.clamp(min=1e-12)
         traffic = self._exchange.sum(moved, step, total, of_moves=True)
-        if exchange.outer_momentum and self._velocity is None:
-            self._velocity = torch.zeros_like(total)
-        self._start.add_(outer_step(exchange, total, self._velocity))
-        if not following.outer_momentum:
-            self._velocity = None
-        parameters.data.copy_(self._start.expand_as(parameters))
+        self._travelling = total, parameters.detach().clone(), own.numpy()
         self._ended = self._num_samples, self.num_steps
         self.num_steps = 0
         self._num_samples = np.zeros_like(self._num_samples)
         if self._sketch_bytes:
             traffic = with_numbers(traffic, self._sketch_bytes, self._exchange.num_members)
             self._sketch_bytes = 0
+        if exchange.delay and not is_last:
+            return traffic, drift
+        drift, self.is_received = self._receive(parameters, exchange), True
+        if not following.outer_momentum:
+            self._velocity = None
         if following.every == 1 or ends_epoch:
             traffic += self._average_optimizers(parameters, optimizer, weights)
-        return traffic, (own.numpy(), float(torch.dot(total, total)))
+        return traffic, drift
 
-    def end_step(self, compute_s: Array64, step: ActiveExchange) -> None:
+    def _receive(self, parameters: nn.Parameter, exchange: Exchange) -> tuple[Array64, float]:
+        """Give each rank the mean that was sent, and the steps that it made since; returns the drift of that round."""
+        assert self._travelling is not None, "nothing was sent"
+        (total, left, own), self._travelling = self._travelling, None
+        if exchange.outer_momentum and self._velocity is None:
+            self._velocity = torch.zeros_like(total)
+        self._start.add_(outer_step(exchange, total, self._velocity))
+        if self.num_steps:
+            parameters.data.sub_(left).add_(self._start)
+        else:
+            parameters.data.copy_(self._start.expand_as(parameters))
+        return own, float(torch.dot(total, total))
+
+    @property
+    def travels(self) -> bool:
+        """Whether what was sent in the newest step is on its way while steps go on."""
+        return self.num_steps == 0 and self._travelling is not None
+
+    def end_step(self, timing: StepTiming, step: ActiveExchange) -> None:
         """Take in what each rank's step took, and show what is in force: before a step that is not local, for all."""
-        self.computed_s = self.computed_s + compute_s if self.num_steps else np.zeros_like(compute_s)
+        self.computed_s = self.computed_s + timing.compute_s
+        self.since_s = self.since_s + timing.compute_s + timing.sync_s
+        if self.travels:
+            self._arrives_s = float(self.since_s.max()) + timing.communication_s
+        if self.num_steps == 0:
+            self._ended_s, self.computed_s = self.computed_s, np.zeros_like(self.computed_s)
+            self.since_s = self.since_s if self.travels else np.zeros_like(self.since_s)
         self._show_mean()
         if step.following.every == 1:
             assert self.num_steps == 0, "a round ends before another exchange is active"
             self._ranks = None
 
-    def ended_times(self, computed_s: Array64) -> tuple[list[float], tuple[int, ...]]:
-        """Seconds per sample by rank and samples per step, as real ranks exchange them at the end of a round.
+    def ended_times(self) -> tuple[list[float], tuple[int, ...]]:
+        """Seconds per sample by rank and samples per step, as real ranks exchange them with a round's mean.
 
-        `computed_s` is what each has computed in it; a rank without samples knows no time.
+        A rank without samples knows no time.
         """
         samples, num_steps = self._ended
-        seconds = np.divide(computed_s, samples, out=np.zeros_like(computed_s), where=samples > 0)
+        seconds = np.divide(self._ended_s, samples, out=np.zeros_like(self._ended_s), where=samples > 0)
         return seconds.tolist(), mean_counts((int(number) for number in samples), num_steps)
 
     def _show_mean(self) -> None:
@@ -136,6 +179,8 @@ class VirtualRounds:
         shown, (parameters, _) = self._gradients.parameters.data, self._begun()
         if self.num_steps == 0:
             shown.copy_(self._start)
+            if self._travelling is not None:
+                shown.add_(self._travelling[0])
         else:
             torch.mv(parameters.detach().t(), self._weights(), out=shown)
 

@@ -85,6 +85,8 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fa
     """Step towards the mean after local steps, over the distance to it; 1 is the mean itself."""
     outer_momentum: float = 0.0
     """Nesterov momentum of the outer steps, from round to round; 0 is none."""
+    delay: int = 0
+    """Steps of the next round after which ranks take the mean of a round, which travels meanwhile; 0: they wait."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for what messages cannot hold, shares that divide nothing, outer steps that lead nowhere."""
@@ -106,6 +108,10 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fa
                 f"outer_rate={self.outer_rate:g} and outer_momentum={self.outer_momentum:g} are of rounds of local "
                 "steps: use every=2 or more with them"
             )
+        if type(self.delay) is not int or not 0 <= self.delay < max(self.every, 1):
+            raise ValueError(f"delay={self.delay!r}: a whole number of steps from 0 to less than every={self.every}")
+        if self.delay and self.has_outer_step:
+            raise ValueError(f"delay={self.delay}: outer steps are made where ranks wait for the mean: use delay=0")
 
     @property
     def has_outer_step(self) -> bool:
@@ -119,7 +125,8 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fa
             return "exact"
         period = "" if self.every == 1 else f" every {self.every} steps"
         outer = f", outer rate {self.outer_rate:g} and momentum {self.outer_momentum:g}" if self.has_outer_step else ""
-        return f"{self.codec} over {self.route}{period}{outer}"
+        delay = f", taken {self.delay} steps later" if self.delay else ""
+        return f"{self.codec} over {self.route}{period}{outer}{delay}"
 
 
 EXACT = Exchange()

@@ -1,15 +1,13 @@
 """How gradients are exchanged: a law of measured times. Pure.
 
     x = e / (c_0 + e)                               exposed share of an exact step at the user's base batch
-    h = sqrt(C / c * (1 / k - 1)),  k = 0.07 (N / 8)^0.7                     steps between two averagings
 
 e is the communication that computing does not hide, C the time of one averaging: the waiting of the rank that waits
-least. c is the compute time of the slowest rank in a step of the last sizes, c_0 at the base batch. k is the share of
-progress that a local step of N ranks loses. h becomes the nearest power of two; 0.03 to 0.15 of 8 ranks do as well on
-train scenarios, 0.07 agrees with rounds on real clocks.
+least. c_0 is the compute time of the slowest rank in a step of the base batch. `local_exchange` has the law of local
+steps, in which 0.03 to 0.15 as k of 8 ranks do as well on train scenarios, and 0.04 agrees with real clocks.
 
 - **Rounding** to `int8` begins when x > 0.3, in jobs that permit it; and with it local steps, in jobs that permit them,
-  until h is below 1.4. The first period is 4, until C is measured.
+  until h is below 1.4. C is 0.3 e until it is measured, and measured again after `LOOK_AGAIN` windows without waiting.
 - **Otherwise** the way of exchange that takes least, if that saves `WORTHWHILE` of an exact step at the base batch:
   gradients as they are, `rows` where the model has embedding tables, owners with shares where a link is slow, and
   `int8`. What a way takes is measured once it was active; before that it is a share of the exact time (`rows`: of the
@@ -30,18 +28,15 @@ from msgspec.structs import replace
 from dynamix.schemas.apportion import balanced_shares, ring_time, shared_time
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import EXACT, Exchange, is_permitted
-from dynamix.schemas.policies import FIRST_PERIOD
+from dynamix.schemas.policies import ROUNDED, local_exchange
 
 from .policy import Array32, Array64, column
 from .step_time import StepTime
 
 BEGIN = 0.3
 """x above which `int8` begins."""
-LOSS_OF_EIGHT, LOSS_POWER = 0.07, 0.7
-"""k of 8 ranks, and how it grows with their number."""
 WORTHWHILE = 0.1
 """Share of an exact step that another way must save to begin; half of it to stay."""
-MOST_EVERY = 16
 LAG = 2
 """Windows after which a decision takes effect, and those for which it stands at least."""
 SMOOTHING = 0.5
@@ -50,7 +45,7 @@ JUMP = 1.3
 """Factor by which shares must take longer before the links are measured again."""
 
 OVER_OWNERS = "shares"
-PRIORS = {"none": 1.0, "rows": 0.3, "int8": 0.3, OVER_OWNERS: 1.0}
+PRIORS = {"none": 1.0, "rows": 0.3, "int8": ROUNDED, OVER_OWNERS: 1.0}
 """Time of each way over that of gradients as they are, before it was measured."""
 RINGS = ("none", "rows")
 """Ways in which a rank sends to the next one only, so that its connections show what links carry."""
@@ -61,7 +56,7 @@ BUSY = 0.07
 LINK_WINDOWS = 4
 """Windows that must have shown the links before shares are considered."""
 LOOK_AGAIN = 60
-"""Windows after which shares end, to measure the links again."""
+"""Windows after which shares, or delays, end, to measure the links again."""
 PIPELINE = 1.2
 """Time of a sum at owners over what its bytes take, itself over that of a ring: four ranks, 1.92 MB in 8 chunks, one
 link of four at a half to a fifth of the others, and all alike (1.21, 1.20, 1.23, 1.14)."""
@@ -103,8 +98,10 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
         if are_ending or not 0.0 < sync_s < math.inf:
             return known
         number, before_s = num_steps / current.every, self.times_s.get(name, 0.0)
-        if before_s and current.every > 1:  # as many averagings as fit best
-            number = min(max(round(sync_s * num_steps / before_s), math.floor(number)), math.ceil(number))
+        if current.delay:  # what travels is not seen; where ranks wait all the same, links became slower
+            seen_s = 0.5 * self.time_s(current, 0.0) * max(number, 1.0)
+            waits = self.active == (current,) * LAG and sync_s * num_steps > seen_s
+            return replace(known, age=LOOK_AGAIN) if waits else known
         taken_s = sync_s * num_steps / max(number, 1)
         if name != self.observed:
             return replace(known, times_s={**self.times_s, name: taken_s}, observed=name)
@@ -116,7 +113,7 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
     def decided(self, exchange: Exchange) -> "ExchangeMemory":
         """The memory with one more decision."""
         following = replace(self, active=(*self.active[1:], exchange))
-        if _name(exchange) != _name(self.newest):
+        if _name(exchange) != _name(self.newest) or bool(exchange.delay) != bool(self.newest.delay):
             if way_of(self.newest) == OVER_OWNERS and self.age >= LOOK_AGAIN:  # what was known of links may be wrong
                 times_s = {name: time_s for name, time_s in self.times_s.items() if name != OVER_OWNERS}
                 following = replace(following, times_s=times_s, observed="", rates=np.zeros(0), num_link_windows=0)
@@ -152,16 +149,17 @@ def choose(job: Job, model: StepTime, memory: ExchangeMemory, current: float) ->
     newest, exact_s = memory.newest, memory.time_s(EXACT, 0.0)
     if math.isnan(exact_s) or not is_permitted(newest, job.exchange):
         return EXACT
-    if memory.age < LAG:
+    if memory.age < LAG or (newest.delay and memory.age < LOOK_AGAIN):
         return newest
     compute_s, base_s = map(float, model.slowest_s(np.array([current, job.base_global_batch_size])))
     is_exposed = job.exchange != "exact" and exact_s > BEGIN * (base_s + exact_s)
     if job.exchange == "local" and (is_exposed or newest.every > 1):
-        loss = min(LOSS_OF_EIGHT * (job.num_exchanging / 8) ** LOSS_POWER, 0.99)
-        wanted = math.sqrt(memory.times_s.get("round", math.nan) / compute_s * (1.0 / loss - 1.0))
-        every = FIRST_PERIOD if math.isnan(wanted) else min(2 ** max(round(math.log2(wanted)), 0), MOST_EVERY)
-        if every > 1 or newest.every > 1:  # where local steps end, exact ones are measured again
-            return Exchange(codec="int8", every=every) if every > 1 else EXACT
+        round_s = memory.times_s.get("round", ROUNDED * exact_s)
+        chosen = local_exchange(round_s, compute_s, job.num_exchanging)
+        if newest.delay or (newest.every > 1 and memory.age < 2 * LAG):  # an averaging is measured where ranks wait
+            chosen = replace(chosen, delay=0)
+        if chosen.every > 1 or newest.every > 1:  # where local steps end, exact ones are measured again
+            return chosen if chosen.every > 1 else EXACT
     if way_of(newest) == OVER_OWNERS and memory.age >= LOOK_AGAIN:
         return EXACT
     sees_links = model.noise < BUSY and memory.num_link_windows >= LINK_WINDOWS
@@ -212,7 +210,8 @@ def model_after(chosen: Exchange, model: StepTime, memory: ExchangeMemory, table
     time_s = memory.time_s(chosen, table_share)
     if math.isnan(time_s):
         return model
-    return dataclasses.replace(model, sync_intercept_s=time_s / chosen.every, sync_slope=max(model.sync_slope, 0.0))
+    seen_s = 0.0 if chosen.delay else time_s / chosen.every
+    return dataclasses.replace(model, sync_intercept_s=seen_s, sync_slope=max(model.sync_slope, 0.0))
 
 
 def can_share(job: Job) -> bool:

@@ -18,9 +18,10 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 from torch.utils.data import Sampler
 
-from dynamix.schemas.messages.allocation import Allocation
+from dynamix.schemas.messages.allocation import Allocation, Exchange
 
 from .orders import Order, Orders
 
@@ -77,6 +78,14 @@ class Schedule:
         if effective_step == newest:
             del self._entries[-1]
         self._append(effective_step, allocation)
+
+    def revise_exchange(self, effective_step: int, exchange: Exchange) -> None:
+        """Activate an exchange from a step on, also where other sizes are scheduled; batches may be drawn already."""
+        later = self.entries_since(effective_step)
+        while self._entries and self._entries[-1][0] >= effective_step:
+            del self._entries[-1]
+        for step, allocation in later:
+            self._append(max(step, effective_step), replace(allocation, exchange=exchange))
 
     def counts_at(self, step: int) -> Counts:
         """Samples per rank of a step, by its allocation.

@@ -5,9 +5,14 @@ In a round of h steps a rank's gradient is the mean of its own samples and is no
     theta = theta_start + sum_i (n_i / sum n) (theta_i - theta_start)        n_i: samples of rank i in the round
 
 by the codec and the route of the exchange, the same bits on each: only what moved is sent, so that an error of a codec
-is one of a step. A round also ends before another exchange is in effect, and with an epoch. Buffers are averaged too;
-momentum and the like when local steps end, and with an epoch, so that a checkpoint there holds what all ranks have. The
-learning rate stays that of the global batch, and so do Adam's second moments (`correct_second_moments`).
+is one of a step. With a delay of d steps the mean travels while the first d steps of the next round are made; then each
+rank swaps its own movement for it, as in CoCoD-SGD and Streaming DiLoCo: theta_start is the same on all ranks, and
+theta where they wait for a mean.
+
+A round also ends before another exchange is in effect, and with an epoch: there all wait. So do buffers, which are
+averaged too; momentum and the like are averaged when local steps end, and with an epoch, so that a checkpoint there
+holds what all ranks have. The learning rate stays that of the global batch, and so do Adam's second moments
+(`correct_second_moments`).
 """
 
 import itertools
@@ -81,21 +86,27 @@ class FlatBucket:
             for (key, _), each, (start, stop) in zip(named, self._tensors, ends, strict=True)
         )
         self._start = self._flat()
+        self._left: Tensor | None = None
+        """Where they were when their movement was sent, while steps go on."""
 
     def _flat(self) -> Tensor:
         return torch.cat([each.reshape(-1).to(self._dtype) for each in self._tensors])
 
-    def moved(self, weight: float) -> BucketView:
-        """The movement of the parameters, times this rank's weight."""
-        flat = self._flat().sub_(self._start)
+    def moved(self, weight: float, *, goes_on: bool) -> BucketView:
+        """The movement of the parameters, times this rank's weight; `goes_on`: steps are made before `move`."""
+        flat = self._flat()
+        self._left = flat.clone() if goes_on else None
+        flat.sub_(self._start)
         flat = flat.mul_(weight) if weight else flat.zero_()  # not times zero: what does not count may be anything
         return BucketView(self._number, flat, self._parts)
 
     def move(self, by: Tensor) -> None:
-        """Put them where they began, moved by so much."""
-        self._start.add_(by)
+        """Put them where they began, moved by so much, and by the steps since then."""
+        place = self._start.add_(by)
+        if self._left is not None:
+            place, self._left = self._flat().sub_(self._left).add_(self._start), None
         for part, tensor in zip(self._parts, self._tensors, strict=True):
-            tensor.copy_(self._start[part.start : part.stop].view(tensor.shape))
+            tensor.copy_(place[part.start : part.stop].view(tensor.shape))
 
 
 def share_buffers(tensors: Iterable[Tensor], exchange: ModelExchange, weight: float, *, is_first: bool) -> None:
@@ -163,6 +174,34 @@ class _Round:
     """Its samples in these."""
 
 
+class _Movements(NamedTuple):
+    """The movements of a round on their way, and what was sent beside them."""
+
+    buckets: list[tuple[ModelExchange, FlatBucket, BucketView, Sent]]
+    own: list[float | Tensor]
+    """w_i |d_i|^2 by bucket."""
+    shares_times: bool
+    counts: tuple[int, ...]
+    """Samples per step, by rank."""
+    sketches: StepSketches | None
+    beside: list[Tensor]
+
+
+class EndedRound(NamedTuple):
+    """A round whose mean the ranks have."""
+
+    seconds_per_sample: list[float] | None
+    """By rank, where they are to be shared."""
+    counts: tuple[int, ...]
+    """Samples per step, by rank."""
+    norms: SquaredNorms
+    """Where its noise is measured."""
+    drift: RoundDrift | None
+
+
+NOT_ENDED = EndedRound(None, (), NOT_MEASURED, None)
+
+
 @dataclass(eq=False)
 class LocalSteps:
     """Rounds of local steps of the models of one session; nothing where no exchange asks for them."""
@@ -182,6 +221,8 @@ class LocalSteps:
         self._num_steps = 0
         self._sketches: StepSketches | None = None
         """Those of the first step of the round, where its noise is measured."""
+        self._travelling: _Movements | None = None
+        """Those of the round before."""
         self._velocities: dict[ModelExchange, Residuals] = {}
         """Momentum of the outer steps: laid out as buckets are, kept by parameter as residuals are."""
 
@@ -193,7 +234,7 @@ class LocalSteps:
     @property
     def is_averaged(self) -> bool:
         """Whether all ranks have the same parameters."""
-        return self._num_steps == 0
+        return self._num_steps == 0 and self._travelling is None
 
     def share(self, plan: StepPlan) -> float:
         """The share of a step's samples behind this rank's gradient, which may be that of its node."""
@@ -243,14 +284,8 @@ class LocalSteps:
         """Whether the noise is measured on a step: the first one of a round, where one is due."""
         return self._round is not None and self._measurement.measures(step, begins_round=self._num_steps == 0)
 
-    def end_step(
-        self, plan: StepPlan, *, ends_epoch: bool, seconds_per_sample: float | None
-    ) -> tuple[list[float] | None, tuple[int, ...], SquaredNorms, RoundDrift | None]:
-        """End a step; with a round's last one, a collective, the ranks have their mean.
-
-        Returns of the round that ended: seconds per sample by rank, where they are to be shared; samples per step by
-        rank; the squared norms, where its noise is measured; and its drift.
-        """
+    def end_step(self, plan: StepPlan, *, ends_epoch: bool, seconds_per_sample: float | None) -> EndedRound:
+        """End a step; with a round's last one, a collective, the ranks have their mean, or it is on its way."""
         assert self._round is not None, "the step was not local"
         self._num_steps += 1
         self._sketches = self.models.take_sketches(plan) or self._sketches
@@ -261,24 +296,30 @@ class LocalSteps:
             self._round.computed_s += seconds_per_sample * num_samples
             self._round.num_timed += num_samples
         exchange, following = self.exchange.at(plan.step), self.exchange.at(plan.step + 1)
-        if self._num_steps < exchange.every and exchange == following and not ends_epoch:
-            return None, (), NOT_MEASURED, None
-        counts = mean_counts(self._round.counts, self._num_steps)
-        weight, drift = self._average(exchange, following, shares_times=seconds_per_sample is not None)
+        ended, is_last = NOT_ENDED, exchange != following or ends_epoch
+        if self._travelling is not None and (self._num_steps == exchange.delay or is_last):
+            ended = self._receive(exchange)
+        if self._num_steps < exchange.every and not is_last:
+            return ended
+        shares_times = seconds_per_sample is not None
+        if exchange.delay and not is_last:
+            self._send(exchange, following, shares_times=shares_times, goes_on=True)
+            return ended
+        weight, ended = self._average(exchange, following, shares_times=shares_times)
         if following.every == 1 or ends_epoch:
             self._average_optimizers(weight)
         if following.every == 1:
             self.leave()
-        sketches, self._sketches = self._sketches, None
-        norms = sketches.norms() if sketches else NOT_MEASURED
-        return self._slots.take_seconds(), counts, norms, drift
+        return ended
 
     def average(self, step: int) -> None:
-        """End a round before its time; a collective. Nothing between two rounds."""
-        if not self.is_averaged:
-            exchange = self.exchange.at(step - 1)
-            self._average_optimizers(self._average(exchange, exchange, shares_times=False)[0])
+        """End a round before its time; a collective. Nothing where all ranks have the same."""
+        exchange = self.exchange.at(step - 1)
+        if self._travelling is not None:
+            self._receive(exchange)
+        if self._num_steps:
             self._sketches = None
+            self._average_optimizers(self._average(exchange, exchange, shares_times=False)[0])
 
     def leave(self) -> None:
         """Restore DDP's broadcasts of buffers."""
@@ -288,46 +329,63 @@ class LocalSteps:
                 "session.average() on all ranks before"
             )
         self.models.broadcast_buffers()
-        self._round, self._num_steps = None, 0
+        self._round, self._travelling, self._num_steps = None, None, 0
 
-    def _average(self, exchange: Exchange, following: Exchange, *, shares_times: bool) -> tuple[float, RoundDrift]:
-        """Give all ranks the mean; returns this rank's weight in it, and the distance of the ranks."""
+    def _average(self, exchange: Exchange, following: Exchange, *, shares_times: bool) -> tuple[float, EndedRound]:
+        """Give all ranks the mean; returns this rank's weight in it as well."""
+        weight = self._send(exchange, following, shares_times=shares_times, goes_on=False)
+        for covered, model in zip(self.models.models, self.models.exchanges, strict=True):
+            if covered in self.models.unshared:
+                share_buffers(covered.modules_buffers, model, weight, is_first=self.exchange.rank == 0)
+        ended = self._receive(exchange)
+        if not following.outer_momentum:
+            self._velocities.clear()
+        self._round = None
+        return weight, ended
+
+    def _send(self, exchange: Exchange, following: Exchange, *, shares_times: bool, goes_on: bool) -> float:
+        """Send how far this rank has moved, and begin the next round; returns its weight in the mean."""
         assert self._round is not None, "no round"
         counts, layout = self._round.counts, self.exchange.layout
         together = (self.exchange.rank,) if layout is None else layout.inside
         weight = sum(counts[rank] for rank in together) / sum(counts)
-        drift = RoundDrift([], [])
         step = StepExchange(exchange, flushes=not keeps_residuals(exchange, following))
-        sent: list[tuple[ModelExchange, FlatBucket, BucketView, Sent]] = []
         beside = [each.cells for each in self._sketches.sketches] if self._sketches else []
         if shares_times:
             seconds_per_sample = self._round.computed_s / max(self._round.num_timed, 1)
             beside.append(self._slots.write_apart(seconds_per_sample).tensor)
+        buckets: list[tuple[ModelExchange, FlatBucket, BucketView, Sent]] = []
+        own: list[float | Tensor] = []
         for model, bucket in self._round.buckets:
             model.begin(step)
-            view = bucket.moved(weight)
-            drift.own.append(torch.dot(view.flat, view.flat) / weight if weight else 0.0)
-            sent.append((model, bucket, view, model.send(view, () if sent else beside)))
-        for covered, model in zip(self.models.models, self.models.exchanges, strict=True):
-            if covered in self.models.unshared:
-                share_buffers(covered.modules_buffers, model, weight, is_first=self.exchange.rank == 0)
-        for model, bucket, view, under_way in sent:
+            view = bucket.moved(weight, goes_on=goes_on)
+            own.append(torch.dot(view.flat, view.flat) / weight if weight else 0.0)
+            buckets.append((model, bucket, view, model.send(view, () if buckets else beside)))
+        per_step = mean_counts(counts, self._num_steps)
+        self._travelling = _Movements(buckets, own, shares_times, per_step, self._sketches, beside)
+        self._round, self._num_steps, self._sketches = _Round(self._round.buckets, [0] * len(counts)), 0, None
+        return weight
+
+    def _receive(self, exchange: Exchange) -> EndedRound:
+        """Take the mean of what was sent."""
+        assert self._travelling is not None, "nothing was sent"
+        sent, self._travelling = self._travelling, None
+        drift = RoundDrift(sent.own, [])
+        for model, bucket, view, under_way in sent.buckets:
             under_way.wait()
             velocity = self._velocities.setdefault(model, Residuals()).of(view) if exchange.outer_momentum else None
             bucket.move(outer_step(exchange, view.flat, velocity))
             drift.mean.append(torch.dot(view.flat, view.flat))
-        if not following.outer_momentum:
-            self._velocities.clear()
         if self.exchange.layout is not None:
             moved = torch.tensor([sum(map(float, drift.mean))], dtype=torch.float64)
             self.exchange.sum_shards(moved)
             drift = RoundDrift(drift.own, [moved.item()])
-        for numbers in beside:
+        for numbers in sent.beside:
             self.exchange.sum_shards(numbers)
-        if shares_times:
+        if sent.shares_times:
             self._slots.receive()
-        self._round, self._num_steps = None, 0
-        return weight, drift
+        norms = sent.sketches.norms() if sent.sketches else NOT_MEASURED
+        return EndedRound(self._slots.take_seconds(), sent.counts, norms, drift)
 
     def _average_optimizers(self, weight: float) -> None:
         """Average the state that any rank has, in the same order on all; counts become the largest one."""

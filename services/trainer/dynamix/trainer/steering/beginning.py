@@ -1,19 +1,19 @@
 """How ranks begin to exchange gradients, before any decision. Pure: real and virtual ranks share it.
 
 A decision takes effect in the third window, after a tenth to a third of a short run. So in a job under `rule` rank 0
-looks at the first steps. Where communication is exposed, all ranks begin at one step with what the law would choose
-first (`arbitrator/policies/exchange.py`).
+looks at the first two steps. Where communication is exposed, all ranks begin with what the law would choose
+(`arbitrator/policies/exchange.py`) in the third one.
 """
 
 import math
 from collections.abc import Sequence
 
 from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange
-from dynamix.schemas.policies import DEFAULT_POLICY, FIRST_PERIOD
+from dynamix.schemas.policies import DEFAULT_POLICY, ROUNDED, local_exchange
 from dynamix.trainer.job.options import JobOptions
 
-LAST_TIMED, NUM_TIMED = 2, 2
-"""Number of the last timed step, and how many are: connections are made in the first step, which is not."""
+NUM_TIMED = 2
+"""How many of a job's first steps are timed; the faster one counts, since connections may be made in the first."""
 
 EXPOSED = 0.35
 """Share of an exact step at the script's batch that must be exposed communication."""
@@ -26,11 +26,12 @@ def is_timed(options: JobOptions, first: Allocation) -> bool:
 
 
 def begun_exchange(
-    options: JobOptions, rates: Sequence[float] | None, sizes: Sequence[int], taken_s: Sequence[float]
+    options: JobOptions, rates: Sequence[float] | None, sizes: Sequence[int], taken_s: Sequence[float], num_ranks: int
 ) -> tuple[Exchange, float] | None:
     """The exchange to begin with, and the exposed time of an exact one; `None` where gradients stay exact.
 
-    `rates` are seconds per sample by rank, `taken_s` what a rank's computing and waiting took in each timed step.
+    `rates` are seconds per sample by rank, `taken_s` what a rank's computing and waiting took in each timed step,
+    `num_ranks` how many exchange gradients.
     """
     if not rates:
         return None
@@ -38,4 +39,6 @@ def begun_exchange(
     compute_s = options.base_global_batch_size / math.fsum(1.0 / rate for rate in rates)  # once sizes are divided
     if exposed_s <= EXPOSED * (compute_s + exposed_s):
         return None
-    return Exchange(codec="int8", every=FIRST_PERIOD if options.exchange == "local" else 1), exposed_s
+    if options.exchange == "local":
+        return local_exchange(ROUNDED * exposed_s, compute_s, num_ranks), exposed_s
+    return Exchange(codec="int8"), exposed_s

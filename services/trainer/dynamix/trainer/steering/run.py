@@ -23,7 +23,7 @@ from dynamix.trainer.job.identity import JobIdentity, Place
 from dynamix.trainer.job.options import JobOptions
 from dynamix.trainer.measurement.meter import Row, held_out_accuracy
 
-from .beginning import LAST_TIMED, is_timed
+from .beginning import NUM_TIMED, is_timed
 from .fast_loop import FastLoop
 from .field import TraceField
 
@@ -279,9 +279,9 @@ class Run:
     def begin(self, first_step: int) -> None:
         """Count windows from a step; the initial allocation in the job's specification becomes active."""
         self.windows, self.started = self._windows_from(first_step), True
-        initial, last_timed = self.schedule.allocation_at(first_step), first_step + LAST_TIMED
-        in_first = self.windows.window_of(last_timed + self.options.margin_steps) == 0
-        self.last_timed = last_timed if in_first and is_timed(self.options, initial) else None
+        initial = self.schedule.allocation_at(first_step)
+        in_first = self.windows.window_of(first_step + NUM_TIMED) == 0
+        self.last_timed = first_step + NUM_TIMED - 1 if in_first and is_timed(self.options, initial) else None
         self.reporter = Reporter(self.options, self.identity, self.place, initial)
 
     def _windows_from(self, first_step: int) -> Windows:

@@ -161,8 +161,8 @@ class Steering:
             of_step = run.schedule.counts_at(step), run.schedule.allocation_at(step)
             self._posted_window = position, *of_step, run.calm_times
         if is_timed:
-            self._post_beginning(step, ahead)
-        elif adopts:
+            self._begin_exchange(step)
+        if adopts:
             self._post_decision(ahead)
         clock.charged_s += time.perf_counter() - began
 
@@ -234,18 +234,20 @@ class Steering:
 
     # --- decisions ---------------------------------------------------------------------------------------------
 
-    def _post_beginning(self, step: int, effective_step: int) -> None:
-        """Send rank 0's choice of an exchange after the first steps; only now the job's specification is known."""
+    def _begin_exchange(self, step: int) -> None:
+        """Wait for rank 0's choice of an exchange, once; only now is the job's specification known."""
         run, allocation = self.run, None
         if run.place.rank == 0:
             taken_s = [each.compute_s + each.sync_s for each in self._times[-NUM_TIMED:]]
             sizes, rates = run.schedule.counts_at(step).values, run.fast_loop.filter.rates
-            if (begun := begun_exchange(run.options, rates, sizes, taken_s)) is not None:
+            num_ranks = run.identity.num_replicas or len(sizes)
+            if (begun := begun_exchange(run.options, rates, sizes, taken_s, num_ranks)) is not None:
                 run.reporter.begun = begun
                 allocation = msgspec.structs.replace(run.schedule.newest, exchange=begun[0])
             self.transport.publish(run.reporter.specification(total_samples=run.total_samples))
         self.collectives.post_decision(allocation)
-        self._posted_decision = effective_step, None
+        if (chosen := self.collectives.take_decision()) is not None:
+            run.schedule.revise_exchange(step + 1, chosen.exchange)
 
     def _post_decision(self, effective_step: int) -> None:
         """Send rank 0's newest action to all ranks, and this node's newest trace, for `effective_step` and later."""
