@@ -110,6 +110,9 @@ def test_bounds_are_what_the_model_needs_and_what_suits_the_initial_sizes() -> N
     assert bounds([4, 1], normed) == (1, 8)
     assert bounds([64, 16], global_batch="adaptive") == (1, 1024)
     assert bounds([8, 8], normed, min_local_batch_size=1, max_local_batch_size=9) == (1, 9)
+    assert bounds([8, 8], max_local_batch_size="auto") == (1, 512)
+    with pytest.raises(ValueError, match="micro_batch_size without it"):
+        bounds([8, 8], max_local_batch_size="auto", micro_batch_size=4)
 
 
 def test_a_family_is_a_name_or_a_fingerprint_of_what_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:

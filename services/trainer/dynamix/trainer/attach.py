@@ -69,6 +69,7 @@ from dynamix.trainer.job.options import (
 )
 from dynamix.trainer.local_steps import LocalSteps
 from dynamix.trainer.loggers import MetricHistory, MetricLogger, find_loggers
+from dynamix.trainer.measurement.memory import MemorySearch
 from dynamix.trainer.measurement.meter import RankMeter
 from dynamix.trainer.measurement.sockets import PeerSockets, this_process
 from dynamix.trainer.steering.collectives import Collectives
@@ -99,7 +100,7 @@ def attach(
     explores: Sequence[Explored] = (),
     window_steps: int | None = None,
     min_local_batch_size: int | None = None,
-    max_local_batch_size: int | None = None,
+    max_local_batch_size: int | Literal["auto"] | None = None,
     max_lag_windows: int = 4,
     base_global_batch_size: int | None = None,
     learning_rate_rule: Rule = "sqrt",
@@ -162,7 +163,7 @@ def attach(
         min_local_batch_size: lower bound of decisions; 0 permits ranks without samples. Default: one sample in each
             batch, or two if the model has BatchNorm.
         max_local_batch_size: upper bound of decisions. Default: twice the largest initial size, or at least 1024 with
-            an adaptive global batch.
+            an adaptive global batch. `auto`: what fits each GPU's memory, by what the first three steps need.
         max_lag_windows: older actions, by windows, are refused.
         base_global_batch_size: global batch size that the learning rate was chosen for. Default: the initial sum.
         learning_rate_rule: `sqrt`, `linear` or `none`, of the global batch size over `base_global_batch_size`.
@@ -243,6 +244,7 @@ def attach(
         )
     bus = environment.bus if connect is None else connect if isinstance(connect, BusSettings) else None
     device = next(models[0].parameters()).device
+    search = MemorySearch(device) if max_local_batch_size == "auto" else None
     collectives, sockets, identity, place = meet_ranks(
         name=name,
         options=options,
@@ -251,7 +253,7 @@ def attach(
         environment=environment,
         bus=bus,
     )
-    run = Run(options=options, data=orders.identity, place=place, identity=identity)
+    run = Run(options=options, data=orders.identity, place=place, identity=identity, search=search)
     if place.rank == 0:
         if connect is None and bus is None:
             warn_of_missing_bus(options)
@@ -407,6 +409,8 @@ def _gradients(
 
     def before_update() -> None:
         clock.before_update()
+        if run.search is not None:
+            run.search.before_update()
         covered_models.check_gradients()
 
     updates = Updates(

@@ -456,7 +456,7 @@ class Session:
         self._require_average("each rank has parameters of its own")
         self._steering.complete_posted()
         run = self._run
-        entries = run.schedule.entries_since(position.step)
+        entries, caps = run.schedule.entries_since(position.step), run.identity.max_local_batch_sizes
         return {
             "version": VERSION,
             "job": run.identity.job,
@@ -471,7 +471,7 @@ class Session:
             "noise": list(astuple(run.noise)),
             "local_batch_sizes": list(run.options.local_batch_sizes),
             "base_global_batch_size": run.options.base_global_batch_size,
-            "memory_caps": list(run.identity.max_local_batch_sizes),
+            "memory_caps": list(caps) if run.search is None and min(caps) < run.options.max_local_batch_size else [],
             "decided_by": _policy_of(run),
             "rank": run.place.rank,
             "residuals": [each.residuals() for each in self._models.exchanges],
@@ -510,6 +510,7 @@ class Session:
             generation = max(generation, after)
         if is_same_world := len(state["local_batch_sizes"]) == len(run.options.local_batch_sizes):
             known = (dict(enumerate(caps)), dict(enumerate(state["memory_caps"])))
+            run.search = None if state["memory_caps"] else run.search
             caps = merge_caps(known, len(caps), run.options.max_local_batch_size, run.options.min_local_batch_size)
         run.use_identity(run.identity._replace(generation=generation, max_local_batch_sizes=caps))
         is_same_script = state["local_batch_sizes"] == list(run.options.local_batch_sizes)

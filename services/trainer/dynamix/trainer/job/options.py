@@ -50,6 +50,7 @@ from dynamix.trainer.exchange.servers import split_address
 from dynamix.trainer.gradient.hook import Reduction
 from dynamix.trainer.gradient.learning_rate import Rule
 from dynamix.trainer.gradient.models import Averaging, is_replicated, is_sharded
+from dynamix.trainer.measurement.memory import MOST_TIMES, NUM_STEPS
 
 _log = logging.getLogger("dynamix.trainer")
 
@@ -277,6 +278,10 @@ def options_of(
         batch_norm = torch.nn.modules.batchnorm._BatchNorm  # noqa: SLF001 - what all kinds of it share
         has_batch_norm = any(isinstance(module, batch_norm) for model in models for module in model.modules())
         lower = min(*sizes, num_batches * (2 if has_batch_norm else 1))
+    if upper == AUTO:
+        upper = MOST_TIMES * max(sizes)
+        if given["micro_batch_size"] is not None or (window_steps or NUM_STEPS) < NUM_STEPS:
+            raise ValueError('max_local_batch_size="auto": use window_steps=3 or more, and micro_batch_size without it')
     if upper is None:  # with a fixed global batch the memory that the script was written for is near
         upper = max(*sizes, 1024) if global_batch == "adaptive" else 2 * max(sizes)
     margin_steps += exchange in ("lossy", "local")

@@ -375,7 +375,7 @@ class FastLoop:
         self.filter = RateFilter(len(max_local_batch_sizes))
         self._schedule = schedule
         self._min_local_batch_size = min_local_batch_size
-        self._upper = tuple(max_local_batch_sizes)
+        self.upper = tuple(max_local_batch_sizes)
         self._num_kept = 0
         """Steps since the split was changed."""
         self._num_calm = 0
@@ -488,9 +488,9 @@ class FastLoop:
         fewest, fixed = self._min_local_batch_size, self.filter.fixed
         if fewest == 0 and total >= len(rates):
             fewest = 1
-        lower = [min(fewest, most) for most in self._upper]
+        lower = [min(fewest, most) for most in self.upper]
         return divide_by_time(
-            *(total, [1.0 / rate for rate in rates], lower, self._upper), fixed=fixed, saturations=(0,) * len(rates)
+            *(total, [1.0 / rate for rate in rates], lower, self.upper), fixed=fixed, saturations=(0,) * len(rates)
         )
 
     def _times_s(self, sizes: Sequence[int], rates: Sequence[float]) -> list[float]:

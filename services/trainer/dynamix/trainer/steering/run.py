@@ -21,6 +21,7 @@ from dynamix.trainer.data.plan import Counts, Position, ReferenceSteps, Schedule
 from dynamix.trainer.gradient.noise import NoiseAverage
 from dynamix.trainer.job.identity import JobIdentity, Place
 from dynamix.trainer.job.options import JobOptions
+from dynamix.trainer.measurement.memory import MemorySearch
 from dynamix.trainer.measurement.meter import Row, held_out_accuracy
 
 from .beginning import NUM_TIMED, is_timed
@@ -221,6 +222,8 @@ class Run:
     data: DataIdentity
     place: Place
     identity: JobIdentity
+    search: MemorySearch | None = None
+    """Where upper bounds are found by memory, until they are."""
     schedule: Schedule = field(init=False)
     noise: NoiseAverage = field(default_factory=NoiseAverage, init=False)
     fast_loop: FastLoop = field(init=False)
@@ -283,6 +286,8 @@ class Run:
         in_first = self.windows.window_of(first_step + NUM_TIMED) == 0
         self.last_timed = first_step + NUM_TIMED - 1 if in_first and is_timed(self.options, initial) else None
         self.reporter = Reporter(self.options, self.identity, self.place, initial)
+        if self.search is not None:
+            self.fast_loop.upper = initial.local_batch_sizes
 
     def _windows_from(self, first_step: int) -> Windows:
         options = self.options

@@ -27,6 +27,7 @@ from dynamix.trainer.gradient.clock import StepTimes
 from dynamix.trainer.gradient.losses import LossWarnings
 from dynamix.trainer.gradient.noise import window_moments
 from dynamix.trainer.loggers import MetricHistory, window_metrics
+from dynamix.trainer.measurement.memory import largest_sizes
 from dynamix.trainer.measurement.meter import ROWS, Gains, RankMeter, job_totals
 
 from .beginning import NUM_TIMED, begun_exchange
@@ -62,6 +63,7 @@ class Steering:
         """Effective step of the decision that is under way, and its action, known in rank 0."""
         self._times: list[StepTimes] = []
         """Times of steps of the window, if they were taken before its end."""
+        self._found = ""
         self._sockets_due = False
         self._fault = ""
         """What is wrong with the data, where the ranks have read different streams."""
@@ -76,7 +78,7 @@ class Steering:
         """
         run = self.run
         entries = run.schedule.entries_since(position.step)
-        stands = (run.identity.generation, *position, *entries, *run.fast_loop.state)
+        stands = (run.identity.generation, *position, *entries, *run.fast_loop.state, run.search is None)
         everybody = self.collectives.gather_objects(stands)
         for rank, theirs in enumerate(everybody):
             if theirs != everybody[0]:
@@ -84,10 +86,8 @@ class Steering:
                     f"where the run stands: rank {rank} has {theirs}, rank 0 has {everybody[0]}; load the same state"
                 )
         run.begin(position.step)
-        if run.place.rank == 0:
-            self.offers = Offers(run.identity, run.options, run.schedule.newest)
-            if run.last_timed is None:
-                self.transport.publish(run.reporter.specification(total_samples=run.total_samples))
+        if run.search is None:
+            self._begin_decisions()
 
     def end(self, reason: str | None) -> None:
         """End the job, once; rank 0 publishes the reason, `None` publishes nothing. Waits for nothing."""
@@ -101,7 +101,7 @@ class Steering:
                 self.history.add_summary(summary)
                 if self.says_summary:
                     with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it
-                        sys.stderr.write(f"dynamix: {summary.text}\n")
+                        sys.stderr.write(f"dynamix: {summary.text}{self._found}\n")
         run.ended = True
 
     def summary(self) -> Summary | None:
@@ -132,7 +132,9 @@ class Steering:
         is_posted = self._posted_window is not None or self._posted_decision is not None or self._sockets_due
         windows, ahead = run.windows, step + run.options.margin_steps
         ends, adopts, is_timed = windows.is_start(position.step), windows.is_start(ahead), step == run.last_timed
-        if not (ends or adopts or is_timed or is_posted or seconds_per_sample is not None):
+        sizes = counts or run.schedule.counts_at(step).values
+        is_found = run.search is not None and run.search.end_step(sizes[run.place.rank])
+        if not (ends or adopts or is_timed or is_posted or is_found or seconds_per_sample is not None):
             return
         clock = self.meter.clock
         if ends or is_timed:
@@ -155,6 +157,8 @@ class Steering:
             self._sockets_due = False
             sockets, place = self.meter.sockets, self.run.place
             sockets.match(self.collectives.gather_objects(sockets.candidates()), place.rank, place.node_ranks)
+        if is_found:
+            self._begin_decisions()
         if ends:  # send this rank's row of the window
             times, self._times = self._times, []
             self.collectives.post_row(self.meter.take_row(times, self.run.held_out_accuracy))
@@ -234,6 +238,22 @@ class Steering:
 
     # --- decisions ---------------------------------------------------------------------------------------------
 
+    def _begin_decisions(self) -> None:
+        """Take actions from now on, in rank 0, and publish the job: with the bounds by memory, if they are searched."""
+        run = self.run
+        if is_searched := run.search is not None:
+            found = self.collectives.gather_objects(run.search.found())
+            upper = largest_sizes(found, run.fast_loop.upper, run.identity.max_local_batch_sizes)
+            run.identity = run.reporter.identity = run.identity._replace(max_local_batch_sizes=upper)
+            run.fast_loop.upper, run.search = upper, None
+            self._found = f"; memory permits {min(upper):,} to {max(upper):,} samples on a rank"
+        if run.place.rank == 0:
+            if self._found:
+                _log.info("after the first steps%s", self._found)
+            self.offers = Offers(run.identity, run.options, run.schedule.newest)
+            if is_searched or run.last_timed is None:
+                self.transport.publish(run.reporter.specification(total_samples=run.total_samples))
+
     def _begin_exchange(self, step: int) -> None:
         """Wait for rank 0's choice of an exchange, once; only now is the job's specification known."""
         run, allocation = self.run, None
@@ -244,7 +264,8 @@ class Steering:
             if (begun := begun_exchange(run.options, rates, sizes, taken_s, num_ranks)) is not None:
                 run.reporter.begun = begun
                 allocation = msgspec.structs.replace(run.schedule.newest, exchange=begun[0])
-            self.transport.publish(run.reporter.specification(total_samples=run.total_samples))
+            if run.search is None:  # else the bounds that it finds in the next step belong to the specification
+                self.transport.publish(run.reporter.specification(total_samples=run.total_samples))
         self.collectives.post_decision(allocation)
         if (chosen := self.collectives.take_decision()) is not None:
             run.schedule.revise_exchange(step + 1, chosen.exchange)
