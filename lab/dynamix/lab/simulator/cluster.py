@@ -404,9 +404,14 @@ class VirtualCluster:
         sums, traffic = self._train(plan, step, ends_epoch=self._sampler.is_over(following))
         sizes = np.asarray(plan.counts.values, dtype=np.float64)
         rounds = self.rounds
-        local = {"since_s": rounds.since_s, "travels": rounds.travels, "arrives_s": rounds.arrives_s}
         timing = self._clock.step(
-            sizes, conditions, decided=decided, traffic=traffic, **(local if step.is_local else {})
+            sizes,
+            conditions,
+            decided=decided,
+            traffic=traffic,
+            since_s=rounds.since_s if step.is_local else None,
+            travels=rounds.travels,
+            arrives_s=rounds.arrives_s,
         )
         sent = () if step.is_local and not traffic else traffic
         self._recorder.steps.append(Step(plan, sums, timing, conditions, sent))
