@@ -110,8 +110,6 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fa
             )
         if type(self.delay) is not int or not 0 <= self.delay < max(self.every, 1):
             raise ValueError(f"delay={self.delay!r}: a whole number of steps from 0 to less than every={self.every}")
-        if self.delay and self.has_outer_step:
-            raise ValueError(f"delay={self.delay}: outer steps are made where ranks wait for the mean: use delay=0")
 
     @property
     def has_outer_step(self) -> bool:

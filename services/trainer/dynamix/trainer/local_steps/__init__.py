@@ -314,6 +314,8 @@ class LocalSteps:
 
     def average(self, step: int) -> None:
         """End a round before its time; a collective. Nothing where all ranks have the same."""
+        if self.is_averaged:
+            return
         exchange = self.exchange.at(step - 1)
         if self._travelling is not None:
             self._receive(exchange)
