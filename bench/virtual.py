@@ -279,7 +279,10 @@ EVALUATIONS: Mapping[str, Sequence[str]] = {
         *("--scenarios", "varying/heldout", "--rows", str(ROOT / "scenarios/rows/varying.toml")),
         *("--seeds", "3"),
     ),
-    "links-heldout": ("--scenarios", "links/heldout", "--rows", str(ROOT / "scenarios/rows/links.toml")),
+    "links-heldout": (
+        *("--scenarios", str(ROOT / "scenarios/links/heldout"), "--rows", str(ROOT / "scenarios/rows/links.toml")),
+        *("--seeds", "4"),
+    ),
     "published-heldout": (
         *("--scenarios", "published/heldout", "--rows", str(ROOT / "scenarios/rows/published.toml")),
         *("--seeds", "5"),
