@@ -1,6 +1,8 @@
-"""One replica group of a small job: prints each committed step's samples, and at the end its parameters."""
+"""One replica group of a small job: prints the samples of each step, each commit, and at the end its parameters."""
 
 import json
+import os
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -30,8 +32,9 @@ def say(facts: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def main(group: str, lighthouse: str, num_epochs: str) -> None:
-    """Train one group."""
+def main(group: str, lighthouse: str, num_epochs: str, dies: str) -> None:
+    """Train one group, which may die within its fifth step among three."""
+    num_full = 0
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun has one
     dataset, model, optimizer = made_model()
 
@@ -57,14 +60,17 @@ def main(group: str, lighthouse: str, num_epochs: str) -> None:
     session, loader = attach(model, optimizer, data, manager=manager, base_global_batch_size=GLOBAL_BATCH_SIZE)
     for epoch in session.epochs(int(num_epochs)):
         for features, targets, indices in loader:
-            step, sizes = session.step_index, session.local_batch_sizes
-            time.sleep(0.05 if len(sizes) == 2 else 0.002)  # until the third one is back
+            attempt, sizes = [session.generation, session.step_index], session.local_batch_sizes
+            say({"drawn": attempt, "epoch": epoch, "samples": indices.tolist()})  # nobody sums what was not said
+            num_full += len(sizes) == 3
+            if dies == "dies" and num_full == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.2 if len(sizes) == 2 else 0.002)  # until the third one is back
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(model(features), targets).backward()
             if manager.should_commit():
                 optimizer.step()
-                known = {"generation": session.generation, "num_groups": len(sizes), "batch": sum(sizes)}
-                say(known | {"step": step, "epoch": epoch, "samples": indices.tolist()})
+                say({"committed": attempt, "num_groups": len(sizes), "batch": sum(sizes)})
     session.close()
     end = {"repeated": session.num_repeated_steps, "noise_windows": session.state_dict()["noise"][2]}
     say(end | {"parameters": [each.tolist() for each in model.parameters()]})
