@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal, Unpack
 from urllib.parse import urlsplit
 
@@ -86,7 +87,7 @@ SPARE_STEPS = 2
 """Steps by which an action is broadcast earlier than prefetching alone demands."""
 
 
-def attach(  # noqa: C901, PLR0915 - one story told in order: what knows the ranks is made here
+def attach(
     model: torch.nn.Module | Sequence[torch.nn.Module],
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     data: Dataset[Any] | DataLoader[Any],
@@ -216,15 +217,13 @@ def attach(  # noqa: C901, PLR0915 - one story told in order: what knows the ran
     if not models or not optimizers:
         raise ValueError("attach needs at least one model and one optimizer")
     environment = read_environment()
-    groups = None if manager is None else Groups(manager, given, models, optimizers)
+    groups = None if manager is None else Groups(manager, given, attach.__kwdefaults__ or {}, models, optimizers)
     world_size = world_size_of(models, environment.launch.world_size) if groups is None else groups.group.size()
     averaging: Averaging = averaging_of(models, weighting, world_size) if groups is None else "hook"
     # The first DDP model imports torch._dynamo, which leaves its frames in a cycle (`torch.fx.wrap`), and with them
     # those of all callers: what they name, such as the model and its group, would live to the end of the process.
     gc.collect()
     check_loader_options(loader_options, look_ahead, attach.__annotations__)
-    if groups is not None:
-        given |= {"local_batch_size": groups.sizes, "max_local_batch_size": groups.most}
     source = source_of(given, loader_options, world_size if groups is None else 1)  # each group draws for itself
     dataset, orders, loader_options = source.dataset, source.orders, source.options
     given |= {**source._asdict(), "shuffle": orders.identity.shuffle, "seed": seed or 0, "groups": groups}
@@ -239,8 +238,9 @@ def attach(  # noqa: C901, PLR0915 - one story told in order: what knows the ran
     )
     if groups is not None:
         groups.check_options(options, orders)
-    own_rank = groups.group.rank() if groups else dist.get_rank() if world_size > 1 else 0
-    metric_loggers = find_loggers(loggers, rank=own_rank)
+    metric_loggers = find_loggers(
+        loggers, rank=groups.group.rank() if groups else dist.get_rank() if world_size > 1 else 0
+    )
     if token_counts is not None:
         most = options.max_local_batch_size
         orders.count_by_tokens(token_counts, dataset, most=min(most, micro_batch_size or most))
@@ -254,34 +254,14 @@ def attach(  # noqa: C901, PLR0915 - one story told in order: what knows the ran
         )
     bus = environment.bus if connect is None else connect if isinstance(connect, BusSettings) else None
     device = next(models[0].parameters()).device
-    meet = partial(
-        meet_ranks,
-        name=name,
-        data=orders.identity,
-        caps_path=caps_path,
-        environment=environment,
-        bus=bus,
-        groups=groups,
-    )
-    collectives, sockets, identity, place = meet(options=options)
+    meet = partial(meet_ranks, name=name, caps_path=caps_path, environment=environment, bus=bus, groups=groups)
+    collectives, sockets, identity, place = meet(options=options, data=orders.identity)
     run = Run(options=options, data=orders.identity, place=place, identity=identity)
     if place.rank == 0:
         if connect is None and bus is None:
             warn_of_missing_bus(options)
-        caller = sys._getframe(1)  # noqa: SLF001 - the script; reading its f_locals keeps what is in them alive
-        if (
-            shuffle is False
-            and sampler is None
-            and any(
-                DistributedSampler in (name, type(name))
-                for name in (*caller.f_globals.values(), *caller.f_locals.values())
-            )
-        ):
-            _log.warning(
-                "shuffle=False uses the samples in the data set's order in every epoch, but this script knows a "
-                "DistributedSampler, beside which a DataLoader has shuffle=False although it shuffles: leave "
-                "shuffle=False out of attach to shuffle as it does"
-            )
+        if shuffle is False and sampler is None:
+            _warn_of_sampler(sys._getframe(1))  # noqa: SLF001 - the script; reading its f_locals keeps what is in them alive
         warn_of_momentum(options, optimizers)
     orders.connect(collectives if groups is None else Collectives(), dataset, loader_options)
     loader = Loader(
@@ -313,23 +293,7 @@ def attach(  # noqa: C901, PLR0915 - one story told in order: what knows the ran
         coded=gradients.models.coded,
     )
 
-    def make_transport() -> Transport:
-        """The transport of this rank's place: the first rank of each node reports, rank 0 also listens."""
-        place = run.place
-        if bus is None or place.local_rank > 0:
-            return connect if isinstance(connect, Transport) else Transport()
-        from .bus_client.client import BusClient  # noqa: PLC0415 - with it nats: 40 ms that a job without a broker saves
-
-        client = BusClient(
-            bus,
-            node=place.node,
-            outbox_messages=environment.trainer.outbox_messages,
-            actions_of=run.identity.job if place.rank == 0 else None,
-            traces_of=run.identity.job if run.traces is not None else None,
-        )
-        client.start()
-        return client
-
+    make_transport = partial(_transport_of, run, connect, bus, environment)
     if groups is not None:
         groups.meet, groups.make_transport = meet, make_transport
     transport = make_transport()
@@ -353,7 +317,36 @@ def attach(  # noqa: C901, PLR0915 - one story told in order: what knows the ran
     )
 
 
-def _gradients(  # noqa: C901 - the parts of one session
+def _warn_of_sampler(caller: FrameType) -> None:
+    """Warn of shuffle=False in a script that knows a sampler which shuffles."""
+    names = (*caller.f_globals.values(), *caller.f_locals.values())
+    if any(DistributedSampler in (name, type(name)) for name in names):
+        _log.warning(
+            "shuffle=False uses the samples in the data set's order in every epoch, but this script knows a "
+            "DistributedSampler, beside which a DataLoader has shuffle=False although it shuffles: leave "
+            "shuffle=False out of attach to shuffle as it does"
+        )
+
+
+def _transport_of(run: Run, connect: object, bus: BusSettings | None, environment: Environment) -> Transport:
+    """The transport of this rank's place: the first rank of each node reports, rank 0 also listens."""
+    place = run.place
+    if bus is None or place.local_rank > 0:
+        return connect if isinstance(connect, Transport) else Transport()
+    from .bus_client.client import BusClient  # noqa: PLC0415 - with it nats: 40 ms that a job without a broker saves
+
+    client = BusClient(
+        bus,
+        node=place.node,
+        outbox_messages=environment.trainer.outbox_messages,
+        actions_of=run.identity.job if place.rank == 0 else None,
+        traces_of=run.identity.job if run.traces is not None else None,
+    )
+    client.start()
+    return client
+
+
+def _gradients(
     given: Mapping[str, Any],
     models: Sequence[torch.nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
@@ -406,7 +399,7 @@ def _gradients(  # noqa: C901 - the parts of one session
             "losses": losses,
         }
         if groups is not None:
-            return GroupHook(**shared | {"group": None}, groups=groups)
+            return GroupHook(**shared | {"group": groups})
         layout = None if isinstance(model, DistributedDataParallel) else Layout.of(model)
         assert not isinstance(layout, str), "refused before"
         layout = layout and layout.met(model, collectives.gather_objects)
@@ -428,14 +421,12 @@ def _gradients(  # noqa: C901 - the parts of one session
         exchange=exchanges,
         weighs_alone=averaging == "none" and (options.accumulates or options.reduction == "sum"),
         losses=losses,
-        is_grouped=groups is not None,
+        check_commit=None if groups is None else groups.check_update,
     )
     schedulers = Schedulers()
 
     def before_update() -> None:
         clock.before_update()
-        if groups is not None:
-            groups.check_update()
         covered_models.check_gradients()
 
     updates = Updates(
@@ -465,7 +456,7 @@ NATS_PORT = 4222
 """Default port of a broker URL without one."""
 
 
-def meet_ranks(  # noqa: C901 - one rendezvous
+def meet_ranks(
     *,
     name: str | None,
     options: JobOptions,
@@ -518,8 +509,6 @@ def meet_ranks(  # noqa: C901 - one rendezvous
     )
     if groups is not None:
         groups.choose(peers)
-        if groups.state is not None:
-            peers[0] = peers[0]._replace(job=groups.state["job"], last_generation=groups.state["generation"])
     is_connected = launch.elastic and not launch.connects_late and collectives.world_size > 1  # by the gather
     if is_connected and collectives.rank == 0 and is_tcp and hasattr(store, "list_keys"):
         # torchrun's store outlives a restart of the ranks: one that is faster than another would read the address by

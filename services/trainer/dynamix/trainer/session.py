@@ -130,6 +130,8 @@ class Session:
         loader.on_batch = while_it_lives(self._on_batch)
         loader.on_exhausted = while_it_lives(self.average)
         self._groups = groups
+        self.num_repeated_steps = 0
+        """Steps of this process that torchft did not commit; they were made again with the same samples."""
         if groups is not None:
             loader.on_step = while_it_lives(self._open_step)
         self._reported: tuple[Scalar | None, Scalar | None] | None = None
@@ -260,7 +262,7 @@ class Session:
         self._meter.record_batch(batch, loss, num_correct, norms, drift)
         clock.end()
         if self._groups is not None:
-            self._groups.close()
+            self._groups.is_open = False
         with self._losing_groups():
             self._steering.after_step(self._loader.position, times, counts)
         if self._schedulers:
@@ -302,7 +304,7 @@ class Session:
         run, steering = self._run, self._steering
         steering.leave_world()
         options, before = replace(run.options, local_batch_sizes=groups.sizes), run.place
-        collectives, sockets, identity, place = groups.meet(options=options, state=self.state_dict())
+        collectives, sockets, identity, place = groups.meet(options=options, data=run.data, state=self.state_dict())
         run.options, run.place, run.started = options, place, False
         run.schedule.reset(0, options.initial_allocation)
         run.use_identity(identity)
@@ -347,8 +349,12 @@ class Session:
         """Forget a step that was not committed; its samples come again."""
         assert self._groups is not None, "only then steps are repeated"
         if self._models.saw_backward:
-            self._groups.repeat(batch.plan.step, batch.plan.counts.total)
-        self._groups.close()
+            self.num_repeated_steps += 1
+            _log.warning(
+                "step %d was not committed (%s): its %d samples are used again; %d steps were repeated so far",
+                *(batch.plan.step, self._groups.reason, batch.plan.counts.total, self.num_repeated_steps),
+            )
+        self._groups.is_open = False
         self._models.end_step(updated=True)
         self._models.take_times()
         for model in self._models.models:
@@ -357,11 +363,6 @@ class Session:
         self._meter.clock.discard()
         self._reported = None
         self._loader.draw_again()
-
-    @property
-    def num_repeated_steps(self) -> int:
-        """Steps of this process that torchft did not commit; they were made again with the same samples."""
-        return 0 if self._groups is None else self._groups.num_repeated
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to call `backward` on where sharded models (FSDP) or a framework average gradients over ranks.
@@ -589,7 +590,7 @@ class Session:
             "outer_momentum": list(self._local.outer_momentum()),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: C901 - what may differ, one by one
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was saved: at the next sample, with its sizes, in a generation above all before.
 
         A world of another size keeps the global batch, divided again among its ranks; their speeds are measured again.
@@ -606,17 +607,7 @@ class Session:
             return
         if run.started:
             raise RuntimeError("load_state_dict after the first step: attach again to go back in a run")
-        if state.get("version") != VERSION:
-            raise ValueError(f"session state of version {state.get('version')!r}: this program reads version {VERSION}")
-        if (data := DataIdentity(**state["data"])) != run.data:
-            differing = ", ".join(
-                f"{name} {was!r}, now {now!r}"
-                for name, was, now in zip(data._fields, data, run.data, strict=True)
-                if was != now
-            )
-            raise ValueError(
-                f"the session state was saved over other data or in another order ({differing}): attach alike"
-            )
+        _check_saved(state, run.data)
         position = Position(**state["position"])
         generation, caps = run.identity.generation, run.identity.max_local_batch_sizes
         if state["job"] == run.identity.job:
@@ -720,6 +711,19 @@ VERSION = 9
 def _policy_of(run: Run) -> list[Any]:
     """The policy of the job, and its options."""
     return [run.options.policy, dict(run.options.policy_options)]
+
+
+def _check_saved(state: dict[str, Any], expected: DataIdentity) -> None:
+    """Raise ValueError for a state of another version, or over other data."""
+    if state.get("version") != VERSION:
+        raise ValueError(f"session state of version {state.get('version')!r}: this program reads version {VERSION}")
+    if (data := DataIdentity(**state["data"])) != expected:
+        differing = ", ".join(
+            f"{name} {was!r}, now {now!r}"
+            for name, was, now in zip(data._fields, data, expected, strict=True)
+            if was != now
+        )
+        raise ValueError(f"the session state was saved over other data or in another order ({differing}): attach alike")
 
 
 def _restore_schedule(run: Run, state: dict[str, Any], step: int, *, is_same_world: bool, is_same_script: bool) -> None:

@@ -173,7 +173,7 @@ class Loader:
             raise AttributeError(f"session.loader has no {name}: it is no DataLoader, and makes its batches itself")
         return getattr(given, name)
 
-    def __iter__(self) -> Iterator[Any]:  # noqa: C901 - one loop, and its ends
+    def __iter__(self) -> Iterator[Any]:
         """Yield batches."""
         self.on_trained()
         outer, mine = self._begin_loop()
@@ -187,12 +187,7 @@ class Loader:
                     self._held.popleft()
                     self.num_untrained += 1
                 if not self._held:  # else it is fetched in the time of another step
-                    if not self.epoch_is_over:
-                        self.on_step()
-                    if self._is_stale:
-                        again = self._batches if self.position.epoch == epoch else ()
-                        self._is_stale, drawn = False, self.plans.take(again, self._digest)
-                    self.on_ask()
+                    drawn = self._ask(drawn, epoch)
                 try:
                     micro_batch, batch = next(drawn)
                 except StopIteration:
@@ -210,6 +205,16 @@ class Loader:
                 if self._can_go_back_to(outer):
                     self._go_back_to(outer)
                     self.begin_held()
+
+    def _ask(self, drawn: Iterator[tuple[MicroBatch, Any]], epoch: int) -> Iterator[tuple[MicroBatch, Any]]:
+        """Ask for the next batch of an epoch; returns from where, which is anew if the position has moved."""
+        if not self.epoch_is_over:
+            self.on_step()
+        if self._is_stale:
+            again = self._batches if self.position.epoch == epoch else ()
+            self._is_stale, drawn = False, self.plans.take(again, self._digest)
+        self.on_ask()
+        return drawn
 
     def _begin_loop(self) -> tuple[_Loop, _Loop]:
         """Begin a loop; returns the one before, and the new one."""

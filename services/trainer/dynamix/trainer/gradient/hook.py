@@ -299,7 +299,7 @@ class GradientHook:
     """
 
     group: Any
-    """The process group of DDP; `None` where something else sums."""
+    """The process group of DDP, or what sums in its place."""
     model_exchange: ModelExchange
     """Sends buckets in steps whose exchange is not DDP's own all-reduce."""
     clock: Clock
@@ -316,7 +316,7 @@ class GradientHook:
 
     def __post_init__(self) -> None:
         """Average plainly until the first step."""
-        has_gloo = self.group is not None and "gloo" in dist.get_backend_config(self.group)
+        has_gloo = isinstance(self.group, dist.ProcessGroup) and "gloo" in dist.get_backend_config(self.group)
         self._gloo: Any = self.group._get_backend(torch.device("cpu")) if has_gloo else None  # noqa: SLF001 - no public name
         self._times: dist.Work | None = None
         """Time slots on their way beside the buckets."""
@@ -555,8 +555,8 @@ class CoveredModels:
     weighs_alone: bool
     """Whether, in a world of one process, gradients are weighed as they come."""
     losses: LossWarnings | None
-    is_grouped: bool = False
-    """Whether the models are plain modules, whose gradients are summed over replica groups."""
+    check_commit: Callable[[], None] | None = None
+    """Called before an update of plain modules, whose gradients are summed over replica groups."""
 
     def __post_init__(self) -> None:
         """Begin without a model."""
@@ -586,7 +586,7 @@ class CoveredModels:
         if any(model is each for each in self.models):
             raise RuntimeError("the model is covered already: name each model once")
         if self.make_hook is not None:
-            if not (is_weighed(model) or self.is_grouped):
+            if not (is_weighed(model) or self.check_commit):
                 raise ValueError(
                     f"{type(model).__name__} is not under DistributedDataParallel or fully_shard, but another model of "
                     "the session is: wrap it too"
@@ -719,6 +719,8 @@ class CoveredModels:
         Raises:
             RuntimeError: when one was.
         """
+        if self.check_commit is not None:
+            self.check_commit()
         probe, self._probe = self._probe, None
         if probe is not None and probe[0].grad is not probe[1]:
             raise RuntimeError(DROPPED)
