@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 import pytest
@@ -16,6 +17,8 @@ import torch
 
 pytest.importorskip("torchft", reason="torchft is not installed: make test-frameworks")
 from tests.frameworks.torchft_job import GLOBAL_BATCH_SIZE, NUM_SAMPLES, made_model
+
+from dynamix.trainer import attach
 
 coordination = pytest.importorskip("torchft.coordination")
 
@@ -50,6 +53,24 @@ class Group:
         self.process.kill()
         self.process.wait()
         self._reader.join()
+
+
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [
+        ({"base_global_batch_size": None}, "name base_global_batch_size"),
+        ({"max_local_batch_size": "auto"}, "name a max_local_batch_size"),
+        ({"max_local_batch_size": 23}, "name a max_local_batch_size"),
+        ({"look_ahead": 1, "count_tokens": len}, "leave look_ahead=1, count_tokens=.* out"),
+    ],
+)
+def test_what_changing_groups_cannot_do_is_refused(given: dict[str, Any], fix: str) -> None:
+    dataset, model, optimizer = made_model()
+    mode = SimpleNamespace(name="DYNAMIC")
+    known = {"_use_async_quorum": False, "_replica_world_size_mode": mode, "_group_world_size": 1}
+    manager = SimpleNamespace(**known, _min_replica_size=2, _pg=None)
+    with pytest.raises(ValueError, match=f"under a torchft Manager: {fix}"):
+        attach(model, optimizer, dataset, manager=manager, **{"base_global_batch_size": 48} | given)
 
 
 @pytest.mark.parametrize(

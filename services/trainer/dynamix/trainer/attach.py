@@ -399,7 +399,8 @@ def _gradients(
             "losses": losses,
         }
         if groups is not None:
-            return GroupHook(**shared | {"group": groups})
+            trained = [each for each in model.parameters() if each.requires_grad]
+            return GroupHook(**shared | {"group": groups}, parameters=trained)
         layout = None if isinstance(model, DistributedDataParallel) else Layout.of(model)
         assert not isinstance(layout, str), "refused before"
         layout = layout and layout.met(model, collectives.gather_objects)
@@ -503,7 +504,6 @@ def meet_ranks(
             memory_caps={} if caps_path is None else read_caps(caps_path),
             options=options.fingerprint | data._asdict(),
             group=None if trainer.nodes == "off" else launch.group,
-            member="" if groups is None else groups.member,
             held=None if groups is None or state is None else (state, groups.members),
         )
     )

@@ -9,7 +9,6 @@ backward pass. One process is one group. torchft is never imported here.
 """
 
 import logging
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -20,7 +19,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
-from dynamix.schemas.apportion import apportion
 from dynamix.schemas.messages.allocation import EXACT
 from dynamix.schemas.policies import STIGMERGY
 from dynamix.trainer.arguments import AtLeast1, checked
@@ -96,13 +94,12 @@ class Groups:
                 raise ValueError(f"under a torchft Manager: {fault}")
         checked("base_global_batch_size", size, AtLeast1)
         most = most or (size if given["global_batch"] == "fixed" else max(size, 1024))
-        self.member = uuid.uuid4().hex
-        """Name of this process; one that comes back is another member."""
         self.state: dict[str, Any] | None = None
         """The session's state that the members go on from; `None` at the beginning of the job."""
         self.known: list[int | None] = []
         """The rank that each member had in that state's world; `None` for one that was not in it."""
-        self.members: list[str] = []
+        self.members: list[Any] = []
+        """Node and process of each rank; one that comes back is another member."""
         self.is_open = False
         """Whether a step is; the session closes it."""
         self._quorum = self._step = -1
@@ -156,7 +153,7 @@ class Groups:
     def sizes(self) -> tuple[int, ...]:
         """The global batch in equal parts."""
         number = self.group.size()
-        return apportion(self._size, [1.0] * number, [0] * number, [self._size] * number)
+        return tuple((self._size + rank) // number for rank in range(number))
 
     def check_options(self, options: JobOptions, orders: Orders) -> None:
         """Raise ValueError for a policy or an exchange that needs the same ranks throughout."""
@@ -172,9 +169,9 @@ class Groups:
         """Choose the state to go on from, that with most steps of the lowest rank, and tell its job and generation."""
         held = [peer.held for peer in peers if peer.held is not None]
         best = max(held, key=lambda each: each[0]["position"]["step"], default=None)
-        before: Sequence[str] = () if best is None else best[1]
+        before: Sequence[Any] = () if best is None else best[1]
         self.state = None if best is None else best[0]
-        self.members = [peer.member for peer in peers]
+        self.members = [(peer.node, peer.process) for peer in peers]
         self.known = [before.index(each) if each in before else None for each in self.members]
         if self.state is not None:
             newest = max(state["generation"] for state, _ in held)
@@ -189,7 +186,7 @@ class Groups:
 class GroupHook(GradientHook):
     """Weighs the gradients of a plain module, and sums them at the end of the backward pass, as one bucket."""
 
-    _parameters: list[torch.nn.Parameter] = field(init=False)
+    parameters: list[torch.nn.Parameter]
     _flat: torch.Tensor | None = field(default=None, init=False)
     """Gradients of all parameters."""
     _is_queued: bool = field(default=False, init=False)
@@ -197,11 +194,6 @@ class GroupHook(GradientHook):
     def _install(self, model: Any, place: Any) -> None:
         for each in model.parameters():
             each.register_post_accumulate_grad_hook(_SessionHook(place, lambda place, _: place.hook.note_gradient()))
-
-    def register(self, model: Any) -> None:
-        """As under DDP."""
-        self._parameters = [each for each in model.parameters() if each.requires_grad]
-        super().register(model)
 
     def enter_world(self) -> None:
         """Be one of another number of ranks."""
@@ -221,12 +213,12 @@ class GroupHook(GradientHook):
 
     def _finish_pass(self) -> None:
         self._is_queued = False
-        lengths = [each.numel() for each in self._parameters]
+        lengths = [each.numel() for each in self.parameters]
         if self._flat is None:
-            types = {each.dtype for each in self._parameters} - {*HALF_TYPES}
+            types = {each.dtype for each in self.parameters} - {*HALF_TYPES}
             self._flat = torch.zeros(sum(lengths), dtype=max(types, key=str, default=None))
         flat = self._flat
-        pairs = [*zip(torch.split(flat, lengths), self._parameters, strict=True)]
+        pairs = [*zip(torch.split(flat, lengths), self.parameters, strict=True)]
         for part, parameter in pairs:
             part.zero_() if parameter.grad is None else part.copy_(parameter.grad.flatten())
         bucket: Any = SimpleNamespace(buffer=lambda: flat, index=lambda: 0, is_last=lambda: True)

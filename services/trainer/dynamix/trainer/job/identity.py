@@ -75,10 +75,8 @@ class Peer(NamedTuple):
     """Options that must be equal on all ranks."""
     group: str | None = ""
     """Number of its launcher: with the node it tells which ranks sum gradients first; `None` where they shall not."""
-    member: str = ""
-    """Name of its process, where replica groups come and go."""
-    held: tuple[dict[str, Any], list[str]] | None = None
-    """The state of its session, and the members of that world; `None` in one that joins."""
+    held: tuple[dict[str, Any], list[Any]] | None = None
+    """The state of its session and the members of that world, where groups come and go and it was there before."""
 
 
 class Place(NamedTuple):
