@@ -66,7 +66,7 @@ venv-frameworks: $(FRAMEWORKS)/.installed ## make .venv-frameworks with the fram
 $(FRAMEWORKS)/.installed: constraints-frameworks.txt $(STAMP)
 	$(PYTHON) -m venv --clear $(FRAMEWORKS)
 	echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" >"$$($(FRAMEWORKS)/bin/python $(PURELIB))/base.pth"
-	$(FRAMEWORKS)/bin/python -m pip install $(filter-out --no-compile,$(PIP)) -c constraints.txt -c constraints-frameworks.txt torch \
+	$(FRAMEWORKS)/bin/python -m pip install $(filter-out --no-compile,$(PIP)) -c constraints.txt -c constraints-frameworks.txt torch torchft \
 	    accelerate lightning transformers wandb mlflow-skinny pandas pyarrow datasets webdataset torchdata
 	@touch $@
 

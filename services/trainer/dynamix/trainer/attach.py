@@ -4,7 +4,9 @@ import gc
 import logging
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal, Unpack
 from urllib.parse import urlsplit
 
@@ -76,6 +78,7 @@ from dynamix.trainer.steering.collectives import Collectives
 from dynamix.trainer.steering.run import Run
 from dynamix.trainer.steering.steering import Steering
 
+from .groups import GroupHook, Groups
 from .session import Gradients, Session, while_it_lives
 from .settings import Environment, read_environment
 
@@ -111,6 +114,7 @@ def attach(
     optimizer_family: OptimizerFamily | None = None,
     policy: str | None = None,
     policy_options: Mapping[str, float | str] | None = None,
+    manager: Any = None,
     seed: int | None = None,
     shuffle: bool | None = None,
     drop_last: bool | None = None,
@@ -180,6 +184,8 @@ def attach(
             divide the global batch by their measured speeds from the first step on, with or without a bus; under
             `static` nothing changes.
         policy_options: options of the policy: numbers, or names (`codec`, `route`).
+        manager: torchft's `Manager`, whose replica groups may come and go: each is one process with the plain model.
+            Name `base_global_batch_size`, and call `optimizer.step()` only if `manager.should_commit()`.
         seed: beside a data set or of a stream, random seed of the order of the samples. Default: 0.
         shuffle: beside a data set, False uses the samples in its order.
         drop_last: beside a data set, omit the end of an epoch that does not fill a step.
@@ -212,15 +218,16 @@ def attach(
     if not models or not optimizers:
         raise ValueError("attach needs at least one model and one optimizer")
     environment = read_environment()
-    world_size = world_size_of(models, environment.launch.world_size)
-    averaging = averaging_of(models, weighting, world_size)
+    groups = None if manager is None else Groups(manager, given, attach.__kwdefaults__ or {}, models, optimizers)
+    world_size = world_size_of(models, environment.launch.world_size) if groups is None else groups.group.size()
+    averaging: Averaging = averaging_of(models, weighting, world_size) if groups is None else "hook"
     # The first DDP model imports torch._dynamo, which leaves its frames in a cycle (`torch.fx.wrap`), and with them
     # those of all callers: what they name, such as the model and its group, would live to the end of the process.
     gc.collect()
     check_loader_options(loader_options, look_ahead, attach.__annotations__)
-    source = source_of(given, loader_options, world_size)
+    source = source_of(given, loader_options, world_size if groups is None else 1)  # each group draws for itself
     dataset, orders, loader_options = source.dataset, source.orders, source.options
-    given |= {**source._asdict(), "shuffle": orders.identity.shuffle, "seed": seed or 0}
+    given |= {**source._asdict(), "shuffle": orders.identity.shuffle, "seed": seed or 0, "groups": groups}
     drawn_ahead = loader_options.get("num_workers", 0) * (loader_options.get("prefetch_factor") or PREFETCH_FACTOR)
     options = options_of(
         *(given, models, optimizers),
@@ -230,7 +237,11 @@ def attach(
         policy=environment.trainer.policy,
         gradient_servers=environment.trainer.gradient_servers,
     )
-    metric_loggers = find_loggers(loggers, rank=dist.get_rank() if world_size > 1 else 0)
+    if groups is not None:
+        groups.check_options(options, orders)
+    metric_loggers = find_loggers(
+        loggers, rank=groups.group.rank() if groups else dist.get_rank() if world_size > 1 else 0
+    )
     if token_counts is not None:
         most = options.max_local_batch_size
         orders.count_by_tokens(token_counts, dataset, most=min(most, micro_batch_size or most))
@@ -244,35 +255,17 @@ def attach(
         )
     bus = environment.bus if connect is None else connect if isinstance(connect, BusSettings) else None
     device = next(models[0].parameters()).device
+    meet = partial(meet_ranks, name=name, caps_path=caps_path, environment=environment, bus=bus, groups=groups)
+    collectives, sockets, identity, place = meet(options=options, data=orders.identity)
     search = MemorySearch(device) if max_local_batch_size == "auto" else None
-    collectives, sockets, identity, place = meet_ranks(
-        name=name,
-        options=options,
-        data=orders.identity,
-        caps_path=caps_path,
-        environment=environment,
-        bus=bus,
-    )
     run = Run(options=options, data=orders.identity, place=place, identity=identity, search=search)
     if place.rank == 0:
         if connect is None and bus is None:
             warn_of_missing_bus(options)
-        caller = sys._getframe(1)  # noqa: SLF001 - the script; reading its f_locals keeps what is in them alive
-        if (
-            shuffle is False
-            and sampler is None
-            and any(
-                DistributedSampler in (name, type(name))
-                for name in (*caller.f_globals.values(), *caller.f_locals.values())
-            )
-        ):
-            _log.warning(
-                "shuffle=False uses the samples in the data set's order in every epoch, but this script knows a "
-                "DistributedSampler, beside which a DataLoader has shuffle=False although it shuffles: leave "
-                "shuffle=False out of attach to shuffle as it does"
-            )
+        if shuffle is False and sampler is None:
+            _warn_of_sampler(sys._getframe(1))  # noqa: SLF001 - the script; reading its f_locals keeps what is in them alive
         warn_of_momentum(options, optimizers)
-    orders.connect(collectives, dataset, loader_options)
+    orders.connect(collectives if groups is None else Collectives(), dataset, loader_options)
     loader = Loader(
         *(source, run.schedule),
         division=Division(place.rank, micro_batch_size, needs_equal_steps(models), gradient_accumulation_steps),
@@ -301,24 +294,16 @@ def attach(
         learning_rate=gradients.updates.newest_rate,
         coded=gradients.models.coded,
     )
-    transport = connect if isinstance(connect, Transport) else Transport()
-    if bus is not None and place.local_rank == 0:  # the first rank of each node reports, rank 0 also listens
-        from .bus_client.client import BusClient  # noqa: PLC0415 - with it nats: 40 ms that a job without a broker saves
 
-        transport = client = BusClient(
-            bus,
-            node=place.node,
-            outbox_messages=environment.trainer.outbox_messages,
-            actions_of=run.identity.job if place.rank == 0 else None,
-            traces_of=run.identity.job if run.traces is not None else None,
-        )
-        client.start()
+    make_transport = partial(_transport_of, run, connect, bus, environment)
+    if groups is not None:
+        groups.meet, groups.make_transport = meet, make_transport
     steering = Steering(
         run=run,
         meter=meter,
         sampler=loader.plans,
         collectives=collectives,
-        transport=transport,
+        transport=(transport := make_transport()),
         history=MetricHistory(metric_loggers, transport),
         losses=gradients.models.losses,
         says_summary=environment.trainer.summary,
@@ -329,7 +314,37 @@ def attach(
         caps_path=caps_path,
         close_timeout_s=environment.trainer.close_timeout_s,
         may_restart=environment.launch.restart_count < environment.launch.max_restarts,
+        groups=groups,
     )
+
+
+def _warn_of_sampler(caller: FrameType) -> None:
+    """Warn of shuffle=False in a script that knows a sampler which shuffles."""
+    names = (*caller.f_globals.values(), *caller.f_locals.values())
+    if any(DistributedSampler in (name, type(name)) for name in names):
+        _log.warning(
+            "shuffle=False uses the samples in the data set's order in every epoch, but this script knows a "
+            "DistributedSampler, beside which a DataLoader has shuffle=False although it shuffles: leave "
+            "shuffle=False out of attach to shuffle as it does"
+        )
+
+
+def _transport_of(run: Run, connect: object, bus: BusSettings | None, environment: Environment) -> Transport:
+    """The transport of this rank's place: the first rank of each node reports, rank 0 also listens."""
+    place = run.place
+    if bus is None or place.local_rank > 0:
+        return connect if isinstance(connect, Transport) else Transport()
+    from .bus_client.client import BusClient  # noqa: PLC0415 - with it nats: 40 ms that a job without a broker saves
+
+    client = BusClient(
+        bus,
+        node=place.node,
+        outbox_messages=environment.trainer.outbox_messages,
+        actions_of=run.identity.job if place.rank == 0 else None,
+        traces_of=run.identity.job if run.traces is not None else None,
+    )
+    client.start()
+    return client
 
 
 def _gradients(
@@ -370,6 +385,7 @@ def _gradients(
         else None,
     )
 
+    groups = given["groups"]
     base_hook, met = given["base_hook"], list[type]()  # a circle through what is given would keep the group alive
 
     def make_hook(model: torch.nn.Module, exchange: ModelExchange) -> GradientHook:
@@ -383,6 +399,9 @@ def _gradients(
             "base_hook": base_hook,
             "losses": losses,
         }
+        if groups is not None:
+            trained = [each for each in model.parameters() if each.requires_grad]
+            return GroupHook(**shared | {"group": groups}, parameters=trained)
         layout = None if isinstance(model, DistributedDataParallel) else Layout.of(model)
         assert not isinstance(layout, str), "refused before"
         layout = layout and layout.met(model, collectives.gather_objects)
@@ -404,13 +423,13 @@ def _gradients(
         exchange=exchanges,
         weighs_alone=averaging == "none" and (options.accumulates or options.reduction == "sum"),
         losses=losses,
+        check_commit=None if groups is None else groups.check_update,
     )
     schedulers = Schedulers()
 
     def before_update() -> None:
         clock.before_update()
-        if run.search is not None:
-            run.search.before_update()
+        run.before_update()
         covered_models.check_gradients()
 
     updates = Updates(
@@ -448,18 +467,22 @@ def meet_ranks(
     caps_path: Path | None,
     environment: Environment,
     bus: BusSettings | None,
+    groups: Groups | None = None,
+    state: dict[str, Any] | None = None,
 ) -> tuple[Collectives, PeerSockets, JobIdentity, Place]:
     """Exchange identities, places and options with all other ranks; a collective call.
+
+    Replica groups meet in each new world; `state` is that of the session, in one that was in the world before.
 
     Raises:
         ValueError: on all ranks alike, when they attached with different options.
     """
     launch, trainer = environment.launch, environment.trainer
     job = propose_job(name or trainer.name, environment.shared.job, launch, trainer.run_id)
-    collectives = Collectives()
+    collectives = Collectives(None if groups is None else groups.group)
     last = None
     may_be_known = environment.shared.job or trainer.run_id or launch.elastic  # else `propose_job` makes a new id
-    if bus is not None and collectives.rank == 0 and may_be_known:
+    if bus is not None and collectives.rank == 0 and may_be_known and state is None:
         from .bus_client.client import last_generation  # noqa: PLC0415 - as in `attach`
 
         last = last_generation(bus, job, node=node_name(environment.shared))
@@ -483,8 +506,11 @@ def meet_ranks(
             memory_caps={} if caps_path is None else read_caps(caps_path),
             options=options.fingerprint | data._asdict(),
             group=None if trainer.nodes == "off" else launch.group,
+            held=None if groups is None or state is None else (state, groups.members),
         )
     )
+    if groups is not None:
+        groups.choose(peers)
     is_connected = launch.elastic and not launch.connects_late and collectives.world_size > 1  # by the gather
     if is_connected and collectives.rank == 0 and is_tcp and hasattr(store, "list_keys"):
         # torchrun's store outlives a restart of the ranks: one that is faster than another would read the address by

@@ -9,6 +9,7 @@ One step:
    (`measurement/meter.py`) and calls `Steering.after_step`, which ends windows and adopts actions (`steering/`).
 """
 
+import contextlib
 import logging
 import sys
 import time
@@ -41,8 +42,11 @@ from dynamix.trainer.gradient.noise import NoiseAverage, is_measured
 from dynamix.trainer.job.identity import Attempt, generation_after, lower_cap, merge_caps
 from dynamix.trainer.local_steps import LocalSteps
 from dynamix.trainer.measurement.meter import Scalar, detached
+from dynamix.trainer.steering.fast_loop import RateFilter
 from dynamix.trainer.steering.run import Run, reason_after
 from dynamix.trainer.steering.steering import Steering
+
+from .groups import Groups
 
 P = ParamSpec("P")
 AnswerT = TypeVar("AnswerT")
@@ -100,6 +104,7 @@ class Session:
         caps_path: Path | None,
         close_timeout_s: float,
         may_restart: bool,
+        groups: Groups | None = None,
     ) -> None:
         """Made by `attach`.
 
@@ -124,6 +129,11 @@ class Session:
         loader.on_ask = self._meter.clock.asked
         loader.on_batch = while_it_lives(self._on_batch)
         loader.on_exhausted = while_it_lives(self.average)
+        self._groups = groups
+        self.num_repeated_steps = 0
+        """Steps of this process that torchft did not commit; they were made again with the same samples."""
+        if groups is not None:
+            loader.on_step = while_it_lives(self._open_step)
         self._reported: tuple[Scalar | None, Scalar | None] | None = None
         """Loss and number of correct samples of the batch to train on, once the script has reported them."""
         self._allocation: Allocation | None = None
@@ -132,9 +142,11 @@ class Session:
         self._averaged: list[tuple[AveragedModel, torch.nn.Module]] = []
         self._num_unaveraged = 0
         """Samples since they were updated."""
-        self._state_loaded = False
+        self._state_loaded = self._counts_epochs = False
         # the end is published, and the last messages leave, also when the script just ends
         self._leave = weakref.finalize(self, leave, steering, models, close_timeout_s, may_restart)
+        if groups is not None:
+            self._go_on()
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self, self._loader))
@@ -163,9 +175,12 @@ class Session:
                 *(num_epochs, max(num_epochs - first, 0), first, planned, planned),
             )
         self._run.num_epochs = num_epochs
-        for epoch in range(first, num_epochs):
+        self._counts_epochs = True
+        epoch = first
+        while epoch < num_epochs:
             loader.begin_epoch(epoch)
             yield epoch
+            epoch = max(epoch + 1, loader.position.epoch)  # a group that was behind is where the others are
         self._end("completed")
 
     @property
@@ -208,6 +223,9 @@ class Session:
         batch = self._loader.current
         if batch is None or self._run.ended:
             return False
+        if self._groups is not None and not self._groups.is_committed:
+            self._repeat_step(batch)
+            return False
         is_done = self._is_updated
         if not is_done and self._loader.is_full:  # something was done with it, or it was reported as skipped
             is_alone = len(self.local_batch_sizes) == 1
@@ -245,11 +263,108 @@ class Session:
         self._update_averaged(batch.plan.counts.total, has_mean=has_mean)
         self._meter.record_batch(batch, loss, num_correct, norms, drift)
         clock.end()
-        self._steering.after_step(self._loader.position, times, counts)
+        if self._groups is not None:
+            self._groups.is_open = False
+        with self._losing_groups():
+            self._steering.after_step(self._loader.position, times, counts)
         if self._schedulers:
             self._schedulers.advance(self.progress)
         self._meter.clock.own_s += time.perf_counter() - began
         self._loader.begin_held()
+
+    # --- replica groups that come and go -----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _losing_groups(self) -> Iterator[None]:
+        """Where replica groups come and go, what fails because one was lost makes the others meet again."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self._groups is None:
+                raise
+            self._groups.give_up(error)
+
+    def _open_step(self) -> None:
+        """Open the next step of all replica groups, in another world if one came or was lost."""
+        run, groups, began = self._run, self._groups, time.perf_counter()
+        assert groups is not None, "there are groups"
+        if not self._counts_epochs:
+            raise ValueError("under a torchft Manager loop over session.epochs(n): a group that joins begins later")
+        is_ready = False
+        while not is_ready:
+            with self._losing_groups():
+                if groups.open():
+                    self._change_world(groups)
+                if not run.started:
+                    self._steering.start(self._loader.position)
+                    self._schedulers.begin(self.progress)
+                is_ready = True
+        self._meter.clock.charged_s += time.perf_counter() - began
+
+    def _change_world(self, groups: Groups) -> None:
+        """Set anew what knows the number of ranks, and go on in the next generation; a collective."""
+        run, steering = self._run, self._steering
+        steering.leave_world()
+        options, before = replace(run.options, local_batch_sizes=groups.sizes), run.place
+        collectives, sockets, identity, place = groups.meet(options=options, data=run.data, state=self.state_dict())
+        run.options, run.place, run.started = options, place, False
+        run.schedule.reset(0, options.initial_allocation)
+        run.use_identity(identity)
+        steering.collectives = collectives
+        meter, plans = self._meter, self._loader.plans
+        meter.rank, meter.local_rank, meter.sockets = place.rank, place.local_rank, sockets
+        plans.division = plans.division._replace(rank=place.rank)
+        self._models.enter_world(place.rank, collectives.world_size)
+        if (min(before.rank, 1), min(before.local_rank, 1)) != (min(place.rank, 1), min(place.local_rank, 1)):
+            self._transport.begin_close(self._close_timeout_s)
+            self._transport = steering.transport = steering.history.transport = groups.make_transport()
+        self._go_on()
+        self._loader.draw_again()
+        if place.rank == 0:
+            _log.info(
+                "step %d: generation %d of job %s has %d groups, which take %s samples",
+                *(self.step_index, identity.generation, identity.job, collectives.world_size, self.local_batch_sizes),
+            )
+
+    def _go_on(self) -> None:
+        """Go on from the state that the groups have chosen: the speeds of those that stay are known."""
+        groups, run = self._groups, self._run
+        if groups is None or (state := groups.state) is None:
+            return
+        position, known = Position(**state["position"]), groups.known
+        run.noise, run.num_epochs = NoiseAverage(*state["noise"]), state["num_epochs"]
+        (speeds, _, longest_s), fresh = state["fast_loop"], RateFilter(1).state
+        pairs = zip(speeds, fresh, strict=True)
+        of_ranks = [[new[0] if n is None else old[n] for n in known] for old, new in pairs]
+        run.fast_loop.restore([of_ranks, 0, longest_s])
+        newest = msgspec.convert(state["schedule"][-1][1:], Allocation)
+        sizes, caps = newest.local_batch_sizes, run.identity.max_local_batch_sizes
+        shares = [sizes[n] if n is not None else max(sum(sizes) // len(sizes), 1) for n in known]
+        allocation = run.bounded(newest.with_sizes(apportion(sum(sizes), shares, [0] * len(caps), caps)), caps)
+        if newest.split == "tracking":
+            allocation = allocation.with_sizes(run.fast_loop.divide(allocation.local_batch_sizes))
+        run.schedule.reset(position.step, allocation)
+        self._allocation, self._state_loaded = None, True
+        self._loader.go_to(position, state["order"])
+
+    def _repeat_step(self, batch: MicroBatch) -> None:
+        """Forget a step that was not committed; its samples come again."""
+        assert self._groups is not None, "only then steps are repeated"
+        if self._models.saw_backward:
+            self.num_repeated_steps += 1
+            _log.warning(
+                "step %d was not committed (%s): its %d samples are used again; %d steps were repeated so far",
+                *(batch.plan.step, self._groups.reason, batch.plan.counts.total, self.num_repeated_steps),
+            )
+        self._groups.is_open = False
+        self._models.end_step(updated=True)
+        self._models.take_times()
+        for model in self._models.models:
+            model.zero_grad()  # what was added up may be anything
+        self._updates.end_step()
+        self._meter.clock.discard()
+        self._reported = None
+        self._loader.draw_again()
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to call `backward` on where sharded models (FSDP) or a framework average gradients over ranks.
@@ -490,19 +605,12 @@ class Session:
             ValueError: when the state is of another version, or was saved over other data.
         """
         run = self._run
+        if self._groups is not None and self._groups.state is not None:
+            _log.info("this group has joined others, and goes on from their state instead of a saved one")
+            return
         if run.started:
             raise RuntimeError("load_state_dict after the first step: attach again to go back in a run")
-        if state.get("version") != VERSION:
-            raise ValueError(f"session state of version {state.get('version')!r}: this program reads version {VERSION}")
-        if (data := DataIdentity(**state["data"])) != run.data:
-            differing = ", ".join(
-                f"{name} {was!r}, now {now!r}"
-                for name, was, now in zip(data._fields, data, run.data, strict=True)
-                if was != now
-            )
-            raise ValueError(
-                f"the session state was saved over other data or in another order ({differing}): attach alike"
-            )
+        _check_saved(state, run.data)
         position = Position(**state["position"])
         generation, caps = run.identity.generation, run.identity.max_local_batch_sizes
         if state["job"] == run.identity.job:
@@ -561,8 +669,9 @@ class Session:
         if not self._run.started:
             if not (self._state_loaded or self._loader.plans.orders.script_epoch):  # its own resume goes on there
                 warn_of_missing_state(self._run, from_snapshot=self._updates.begin_from_snapshot)
-            self._steering.start(self._loader.position)
-            self._schedulers.begin(self.progress)
+            if self._groups is None:
+                self._steering.start(self._loader.position)
+                self._schedulers.begin(self.progress)
 
     def _require_running(self) -> None:
         if self._run.ended:
@@ -590,7 +699,8 @@ class Session:
 
     def _end(self, reason: str) -> None:
         if not self._run.ended:
-            self._steering.complete_posted()
+            with self._losing_groups():
+                self._steering.complete_posted()
             self._steering.end(reason)
             self._local.leave()
             self._models.remove()
@@ -605,6 +715,19 @@ VERSION = 9
 def _policy_of(run: Run) -> list[Any]:
     """The policy of the job, and its options."""
     return [run.options.policy, dict(run.options.policy_options)]
+
+
+def _check_saved(state: dict[str, Any], expected: DataIdentity) -> None:
+    """Raise ValueError for a state of another version, or over other data."""
+    if state.get("version") != VERSION:
+        raise ValueError(f"session state of version {state.get('version')!r}: this program reads version {VERSION}")
+    if (data := DataIdentity(**state["data"])) != expected:
+        differing = ", ".join(
+            f"{name} {was!r}, now {now!r}"
+            for name, was, now in zip(data._fields, data, expected, strict=True)
+            if was != now
+        )
+        raise ValueError(f"the session state was saved over other data or in another order ({differing}): attach alike")
 
 
 def _restore_schedule(run: Run, state: dict[str, Any], step: int, *, is_same_world: bool, is_same_script: bool) -> None:

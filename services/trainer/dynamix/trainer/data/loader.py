@@ -116,6 +116,8 @@ class Loader:
         """Called before a batch is drawn; returns whether it has finished the batch that was trained on, if any was."""
         self.on_ask: Callable[[], None]
         """Called before a batch to train on is drawn."""
+        self.on_step: Callable[[], None] = lambda: None
+        """Called before the first batch of a step is drawn; it may go elsewhere."""
         self.on_batch: Callable[[MicroBatch], None]
         """Called with each batch to train on."""
         self.on_exhausted: Callable[[], None]
@@ -131,6 +133,8 @@ class Loader:
         self._loop_began_at = self.position
         self._held: deque[MicroBatch] = deque()
         """Batches that were handed out and not trained yet, oldest first; more than one if the script looks ahead."""
+        self._is_stale = False
+        """Whether the position has moved under a loop: what it has drawn does not count."""
         self._is_exhausted = False
         """Whether the newest loop over this loader reached the end of its epoch."""
         self._digest: int | None = None
@@ -173,6 +177,7 @@ class Loader:
         """Yield batches."""
         self.on_trained()
         outer, mine = self._begin_loop()
+        epoch = self.position.epoch
         drawn = self.plans.take(self._batches, self._digest)
         try:
             while True:
@@ -182,7 +187,7 @@ class Loader:
                     self._held.popleft()
                     self.num_untrained += 1
                 if not self._held:  # else it is fetched in the time of another step
-                    self.on_ask()
+                    drawn = self._ask(drawn, epoch)
                 try:
                     micro_batch, batch = next(drawn)
                 except StopIteration:
@@ -200,6 +205,16 @@ class Loader:
                 if self._can_go_back_to(outer):
                     self._go_back_to(outer)
                     self.begin_held()
+
+    def _ask(self, drawn: Iterator[tuple[MicroBatch, Any]], epoch: int) -> Iterator[tuple[MicroBatch, Any]]:
+        """Ask for the next batch of an epoch; returns from where, which is anew if the position has moved."""
+        if not self.epoch_is_over:
+            self.on_step()
+        if self._is_stale:
+            again = self._batches if self.position.epoch == epoch else ()
+            self._is_stale, drawn = False, self.plans.take(again, self._digest)
+        self.on_ask()
+        return drawn
 
     def _begin_loop(self) -> tuple[_Loop, _Loop]:
         """Begin a loop; returns the one before, and the new one."""
@@ -299,6 +314,12 @@ class Loader:
         self.position, self._digest = position, order_digest
         self._loop_began_at = position
         self.plans.orders.expected = None if order_digest is None else (position.epoch, order_digest)
+
+    def draw_again(self) -> None:
+        """Begin again at the position: what was drawn since does not count."""
+        self._held.clear()
+        self.plans.rewind(self.position)
+        self._is_stale = True
 
     def begin_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; inside of it, stay."""

@@ -405,7 +405,7 @@ class SampledOrders(Orders):
                 f"sampler: {name} gives each rank a part of the samples, which session.loader does itself: pass "
                 "what it samples from, or nothing, and not the shuffle=False that a DataLoader has beside it"
             )
-        self._seed = seed
+        self.seed = seed
         self._sets_epoch = sets_epoch
         self._num_drawn: int | None = None
         self._num_drawn = num_drawn = len(sampler) if isinstance(sampler, Sized) else len(self._draw(0))
@@ -439,7 +439,7 @@ class SampledOrders(Orders):
         generator = own if isinstance(own, torch.Generator) else torch.Generator()
         own_before = generator.get_state()
         try:
-            generator.manual_seed(seed_all(self._seed, epoch))
+            generator.manual_seed(seed_all(self.seed, epoch))
             if self._sets_epoch and hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
             drawn = sampler(epoch) if callable(sampler) else list(sampler)

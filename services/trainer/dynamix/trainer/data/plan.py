@@ -53,14 +53,15 @@ class Schedule:
     def __init__(self, allocation: Allocation, first_step: int = 0) -> None:
         self._entries: list[tuple[int, Allocation, Counts]] = []
         """From which step on which allocation is active, with its samples per rank."""
-        self._world_size = len(allocation.local_batch_sizes)
+        self._world_size: int
         self.num_changes = 0
         """Increases with every change of a step's allocation, so that a user of an older one can notice."""
         self.reset(first_step, allocation)
 
     def reset(self, first_step: int, allocation: Allocation) -> None:
-        """Start over with an allocation that is active from `first_step` on, for example from a saved state."""
+        """Start over with an allocation that is active from `first_step` on, perhaps for another number of ranks."""
         self._entries.clear()
+        self._world_size = len(allocation.local_batch_sizes)
         self._append(first_step, allocation)
 
     def revise(self, effective_step: int, allocation: Allocation) -> None:

@@ -298,7 +298,8 @@ class GradientHook:
     all, in the training thread, where DDP itself would wait right after it: every gradient is computed by then.
     """
 
-    group: dist.ProcessGroup
+    group: Any
+    """The process group of DDP, or what sums in its place."""
     model_exchange: ModelExchange
     """Sends buckets in steps whose exchange is not DDP's own all-reduce."""
     clock: Clock
@@ -315,11 +316,8 @@ class GradientHook:
 
     def __post_init__(self) -> None:
         """Average plainly until the first step."""
-        has_gloo = "gloo" in dist.get_backend_config(self.group)
+        has_gloo = isinstance(self.group, dist.ProcessGroup) and "gloo" in dist.get_backend_config(self.group)
         self._gloo: Any = self.group._get_backend(torch.device("cpu")) if has_gloo else None  # noqa: SLF001 - no public name
-        self._rank = dist.get_rank(self.group)
-        self._world_size = dist.get_world_size(self.group)
-        self.slots = TimeSlots(self._rank, self._world_size)
         self._times: dist.Work | None = None
         """Time slots on their way beside the buckets."""
         self._has_times = False
@@ -328,11 +326,17 @@ class GradientHook:
         """The buckets of the current backward pass, and what DDP waits for."""
         self._buckets: dict[int, ModelBucket] = {}
         """Buckets by number: DDP makes them once, and again after the first step."""
-        self._plain_step = _Step(1.0 if self.base_hook is not None else 1.0 / self._world_size)
+        self.enter_world()
         self._session_step = _Step(0.0, in_step=True)
         """Made once: what changes from step to step is written into it."""
         self._step: _Step
         self.average_plainly()
+
+    def enter_world(self) -> None:
+        """Be one of the ranks that the plan of exchanges has now."""
+        self._rank, self._world_size = self.model_exchange.plan.rank, self.model_exchange.plan.world_size
+        self.slots = TimeSlots(self._rank, self._world_size)
+        self._plain_step = _Step(1.0 if self.base_hook is not None else 1.0 / self._world_size)
 
     def register(self, model: Any) -> None:
         """Weigh the gradients of a model, for which no other session does so.
@@ -551,6 +555,8 @@ class CoveredModels:
     weighs_alone: bool
     """Whether, in a world of one process, gradients are weighed as they come."""
     losses: LossWarnings | None
+    check_commit: Callable[[], None] | None = None
+    """Called before an update of plain modules, whose gradients are summed over replica groups."""
 
     def __post_init__(self) -> None:
         """Begin without a model."""
@@ -580,7 +586,7 @@ class CoveredModels:
         if any(model is each for each in self.models):
             raise RuntimeError("the model is covered already: name each model once")
         if self.make_hook is not None:
-            if not is_weighed(model):
+            if not (is_weighed(model) or self.check_commit):
                 raise ValueError(
                     f"{type(model).__name__} is not under DistributedDataParallel or fully_shard, but another model of "
                     "the session is: wrap it too"
@@ -655,6 +661,12 @@ class CoveredModels:
         self.broadcast_buffers()
         self.exchange.close()
 
+    def enter_world(self, rank: int, world_size: int) -> None:
+        """Be one of another number of ranks, between two steps."""
+        self.exchange.rank, self.exchange.world_size = rank, world_size
+        for hook in self._hooks:
+            hook.enter_world()
+
     @property
     def exchanges(self) -> list[ModelExchange]:
         """The exchanges that carry out decisions, by model."""
@@ -707,6 +719,8 @@ class CoveredModels:
         Raises:
             RuntimeError: when one was.
         """
+        if self.check_commit is not None:
+            self.check_commit()
         probe, self._probe = self._probe, None
         if probe is not None and probe[0].grad is not probe[1]:
             raise RuntimeError(DROPPED)

@@ -140,6 +140,8 @@ def exchanges_gradient(model: Any) -> bool:
     """Whether the next backward pass exchanges the gradient of a model that hooks weigh."""
     if isinstance(model, DistributedDataParallel):
         return bool(model.require_backward_grad_sync)
+    if not hasattr(model, "_get_fsdp_state"):
+        return True
     groups = model._get_fsdp_state()._fsdp_param_groups or sharded_groups(model)  # noqa: SLF001
     return all(group.reduce_grads for group in groups)
 

@@ -15,7 +15,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dynamix.runtime import output_files
 from dynamix.schemas.messages import NodeRanks
@@ -75,6 +75,8 @@ class Peer(NamedTuple):
     """Options that must be equal on all ranks."""
     group: str | None = ""
     """Number of its launcher: with the node it tells which ranks sum gradients first; `None` where they shall not."""
+    held: tuple[dict[str, Any], list[Any]] | None = None
+    """The state of its session and the members of that world, where groups come and go and it was there before."""
 
 
 class Place(NamedTuple):

@@ -90,7 +90,7 @@ class MetricHistory:
         self._queue: queue.Queue[tuple[int, Metrics] | None] = queue.Queue(QUEUED_WINDOWS)
         self._thread: threading.Thread | None = None
         """Started with the first window, if there are loggers."""
-        self._transport = transport
+        self.transport = transport
         self._windows: deque[tuple[int, dict[str, float | str]]] = deque(maxlen=KEPT_WINDOWS)
         """Optimizer steps by its end, and metrics."""
         self._rewards: dict[tuple[int, int], dict[str, Reward]] = {}
@@ -170,7 +170,7 @@ class MetricHistory:
             for _, metrics in list(self._windows)[-AWAITED_WINDOWS:]
         }
         changed = [*awaited][-1:]  # its rewards may have come before it ended here
-        for reward in self._transport.take_rewards():
+        for reward in self.transport.take_rewards():
             place = reward.generation, reward.window
             self._rewards.setdefault(place, {}).setdefault(reward.node, reward)
             changed.append(place)

@@ -55,11 +55,15 @@ def _read(lent: LentTensor) -> bytes:
 class Collectives:
     """All ranks must call the same methods in the same order."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: Any = None) -> None:
+        """Use a `group` that someone else makes and ends, or make one of all ranks, a collective."""
         self.rank, self.world_size = 0, 1
-        self._group: Any
+        self._group: Any = group
         """A process group, until this rank leaves it."""
-        if (whole := dist.group.WORLD) is None:
+        self._is_ours = group is None
+        if group is not None:
+            self.rank, self.world_size = group.rank(), group.size()
+        elif (whole := dist.group.WORLD) is None:
             self._group = ProcessGroupGloo(HashStore(), 0, 1, SOLO_TIMEOUT)
         else:
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -80,7 +84,7 @@ class Collectives:
         left to the end of the process.
         """
         group, self._group = self._group, None
-        if group is None:
+        if group is None or not self._is_ours:
             return
         if all(work.is_completed() for work in self._under_way.values()):
             with contextlib.suppress(ValueError):  # destroyed with all others by the script, or of a single process

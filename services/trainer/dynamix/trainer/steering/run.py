@@ -289,6 +289,11 @@ class Run:
         if self.search is not None:
             self.fast_loop.upper = initial.local_batch_sizes
 
+    def before_update(self) -> None:
+        """An optimizer begins to step."""
+        if self.search is not None:
+            self.search.before_update()
+
     def _windows_from(self, first_step: int) -> Windows:
         options = self.options
         return Windows(options.window_steps, options.margin_steps, options.min_window_s, first_step)

@@ -74,7 +74,7 @@ class Steering:
         """Begin the generation: all ranks make sure that they stand at the same place, rank 0 publishes the job.
 
         Raises:
-            RuntimeError: on all ranks, when they do not.
+            ValueError: on all ranks, when they do not.
         """
         run = self.run
         entries = run.schedule.entries_since(position.step)
@@ -82,12 +82,18 @@ class Steering:
         everybody = self.collectives.gather_objects(stands)
         for rank, theirs in enumerate(everybody):
             if theirs != everybody[0]:
-                raise RuntimeError(
+                raise ValueError(
                     f"where the run stands: rank {rank} has {theirs}, rank 0 has {everybody[0]}; load the same state"
                 )
         run.begin(position.step)
         if run.search is None:
             self._begin_decisions()
+
+    def leave_world(self) -> None:
+        """Forget what is under way, and the window that has not ended."""
+        self._posted_window = self._posted_decision = self.offers = None
+        self._sockets_due, self._counts_before, self._times = False, (), []
+        self.meter.take_row(self.meter.clock.take_times(), None)
 
     def end(self, reason: str | None) -> None:
         """End the job, once; rank 0 publishes the reason, `None` publishes nothing. Waits for nothing."""
