@@ -41,23 +41,18 @@ RATE_EXPONENTS: Mapping[str, float] = MappingProxyType({"none": 0.0, "sqrt": 0.5
 
 ROUNDED = 0.3
 """Time of a sum by `int8` over that of gradients as they are, before it was measured."""
-LOSS_OF_EIGHT, LOSS_POWER = 0.04, 0.7
-"""k of 8 ranks, and how it grows with their number."""
-MOST_EVERY, TRAVELS = 16, 0.1
-"""Longest period; share of a round that its averaging must take for ranks not to wait for it."""
+LOSS_OF_EIGHT, LOSS_POWER, MOST_EVERY = 0.07, 0.7, 16
+"""k of 8 ranks, and how it grows with their number; longest period."""
 
 
-def local_exchange(round_s: float, compute_s: float, num_ranks: int) -> Exchange:
-    """Local steps under `rule`, from the time of an averaging and of computing a step (docs/communication.md).
+def sync_period(round_s: float, compute_s: float, num_ranks: int) -> int:
+    """Steps between two averagings under `rule`, from the time of one and of computing a step.
 
-    h = sqrt(C / c * (1 / k - 1)),  k = 0.04 (N / 8)^0.7         steps between two averagings, a power of two
-    d = C / c, where C > 0.1 h c, at most h / 4                  steps that are made while a mean travels
+    h = sqrt(C / c * (1 / k - 1)),  k = 0.07 (N / 8)^0.7         to the nearest power of two
     """
     loss = min(LOSS_OF_EIGHT * (num_ranks / 8) ** LOSS_POWER, 0.99)
-    relative = max(round_s, 0.0) / compute_s
-    every = min(2 ** round(math.log2(max(math.sqrt(relative * (1.0 / loss - 1.0)), 1.0))), MOST_EVERY)
-    delay = min(math.ceil(relative), every // 4) if relative > TRAVELS * every else 0
-    return Exchange(codec="int8", every=every, delay=delay)
+    wanted = math.sqrt(max(round_s, 0.0) / compute_s * (1.0 / loss - 1.0))
+    return int(min(2 ** round(math.log2(max(wanted, 1.0))), MOST_EVERY))
 
 
 # --- options

@@ -3,11 +3,11 @@
     x = e / (c_0 + e)                               exposed share of an exact step at the user's base batch
 
 e is the communication that computing does not hide, C the time of one averaging: the waiting of the rank that waits
-least. c_0 is the compute time of the slowest rank in a step of the base batch. `local_exchange` has the law of local
-steps, in which 0.03 to 0.15 as k of 8 ranks do as well on train scenarios, and 0.04 agrees with real clocks.
+least. c_0 is the compute time of the slowest rank in a step of the base batch. `sync_period` has the law of local
+steps: as k of 8 ranks 0.03 to 0.15 do as well on train scenarios, and 0.04 took 1.3 times as long behind one slow link.
 
 - **Rounding** to `int8` begins when x > 0.3, in jobs that permit it; and with it local steps, in jobs that permit them,
-  until h is below 1.4. C is 0.3 e until it is measured, and measured again after `LOOK_AGAIN` windows without waiting.
+  until h is below 1.4. C is 0.3 e until it is measured.
 - **Otherwise** the way of exchange that takes least, if that saves `WORTHWHILE` of an exact step at the base batch:
   gradients as they are, `rows` where the model has embedding tables, owners with shares where a link is slow, and
   `int8`. What a way takes is measured once it was active; before that it is a share of the exact time (`rows`: of the
@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from dynamix.schemas.apportion import balanced_shares, ring_time, shared_time
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import EXACT, Exchange, is_permitted
-from dynamix.schemas.policies import ROUNDED, local_exchange
+from dynamix.schemas.policies import ROUNDED, sync_period
 
 from .policy import Array32, Array64, column
 from .step_time import StepTime
@@ -56,7 +56,7 @@ BUSY = 0.07
 LINK_WINDOWS = 4
 """Windows that must have shown the links before shares are considered."""
 LOOK_AGAIN = 60
-"""Windows after which shares, or delays, end, to measure the links again."""
+"""Windows after which shares end, to measure the links again."""
 PIPELINE = 1.2
 """Time of a sum at owners over what its bytes take, itself over that of a ring: four ranks, 1.92 MB in 8 chunks, one
 link of four at a half to a fifth of the others, and all alike (1.21, 1.20, 1.23, 1.14)."""
@@ -98,10 +98,8 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
         if are_ending or not 0.0 < sync_s < math.inf:
             return known
         number, before_s = num_steps / current.every, self.times_s.get(name, 0.0)
-        if current.delay:  # what travels is not seen; where ranks wait all the same, links became slower
-            seen_s = 0.5 * self.time_s(current, 0.0) * max(number, 1.0)
-            waits = self.active == (current,) * LAG and sync_s * num_steps > seen_s
-            return replace(known, age=LOOK_AGAIN) if waits else known
+        if before_s and current.every > 1:  # as many averagings as fit best
+            number = min(max(round(sync_s * num_steps / before_s), math.floor(number)), math.ceil(number))
         taken_s = sync_s * num_steps / max(number, 1)
         if name != self.observed:
             return replace(known, times_s={**self.times_s, name: taken_s}, observed=name)
@@ -113,7 +111,7 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
     def decided(self, exchange: Exchange) -> "ExchangeMemory":
         """The memory with one more decision."""
         following = replace(self, active=(*self.active[1:], exchange))
-        if _name(exchange) != _name(self.newest) or bool(exchange.delay) != bool(self.newest.delay):
+        if _name(exchange) != _name(self.newest):
             if way_of(self.newest) == OVER_OWNERS and self.age >= LOOK_AGAIN:  # what was known of links may be wrong
                 times_s = {name: time_s for name, time_s in self.times_s.items() if name != OVER_OWNERS}
                 following = replace(following, times_s=times_s, observed="", rates=np.zeros(0), num_link_windows=0)
@@ -149,17 +147,15 @@ def choose(job: Job, model: StepTime, memory: ExchangeMemory, current: float) ->
     newest, exact_s = memory.newest, memory.time_s(EXACT, 0.0)
     if math.isnan(exact_s) or not is_permitted(newest, job.exchange):
         return EXACT
-    if memory.age < LAG or (newest.delay and memory.age < LOOK_AGAIN):
+    if memory.age < LAG:
         return newest
     compute_s, base_s = map(float, model.slowest_s(np.array([current, job.base_global_batch_size])))
     is_exposed = job.exchange != "exact" and exact_s > BEGIN * (base_s + exact_s)
     if job.exchange == "local" and (is_exposed or newest.every > 1):
         round_s = memory.times_s.get("round", ROUNDED * exact_s)
-        chosen = local_exchange(round_s, compute_s, job.num_exchanging)
-        if newest.delay or (newest.every > 1 and memory.age < 2 * LAG):  # an averaging is measured where ranks wait
-            chosen = replace(chosen, delay=0)
-        if chosen.every > 1 or newest.every > 1:  # where local steps end, exact ones are measured again
-            return chosen if chosen.every > 1 else EXACT
+        every = sync_period(round_s, compute_s, job.num_exchanging)
+        if every > 1 or newest.every > 1:  # where local steps end, exact ones are measured again
+            return Exchange(codec="int8", every=every) if every > 1 else EXACT
     if way_of(newest) == OVER_OWNERS and memory.age >= LOOK_AGAIN:
         return EXACT
     sees_links = model.noise < BUSY and memory.num_link_windows >= LINK_WINDOWS
@@ -210,8 +206,7 @@ def model_after(chosen: Exchange, model: StepTime, memory: ExchangeMemory, table
     time_s = memory.time_s(chosen, table_share)
     if math.isnan(time_s):
         return model
-    seen_s = 0.0 if chosen.delay else time_s / chosen.every
-    return dataclasses.replace(model, sync_intercept_s=seen_s, sync_slope=max(model.sync_slope, 0.0))
+    return dataclasses.replace(model, sync_intercept_s=time_s / chosen.every, sync_slope=max(model.sync_slope, 0.0))
 
 
 def can_share(job: Job) -> bool:
