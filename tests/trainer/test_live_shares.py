@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from dynamix.arbitrator.deciding.fold import Fold
+from dynamix.arbitrator.policies import exchange
 from dynamix.arbitrator.policies.rule import Rule
 from dynamix.collector.window import simulated_window
 from dynamix.schemas.features import state_of
@@ -50,6 +51,7 @@ def _decided(fold: Fold, window: int, reports: list[Report]) -> list[Action]:
 def _trained(rank: int) -> dict[str, Any]:
     """Train under `rule`, decided in rank 0 by the functions of the services: what ruled, and what came of it."""
     os.environ["DYNAMIX_NODE"] = f"node-{rank}"
+    exchange.BUSY = 1.0  # other tests may share the processors
     torch.manual_seed(1)
     inputs = torch.randn(4096, 40)
     dataset = TensorDataset(inputs, inputs.sum(1, keepdim=True))
@@ -107,9 +109,9 @@ def test_an_exact_job_behind_one_slow_link_takes_shares_that_nobody_typed(hosts:
     chosen = [each for each in first["exchanges"] if each.route == "shares"]
     assert chosen, (first["rates"], first["reasons"])
     assert Exchange(route="shares").label in first["shown"]
-    for exchange in chosen:
-        assert exchange.codec == "none"
-        assert exchange.every == 1
-        assert exchange.shares[SLOW] == min(exchange.shares) < 50  # a busy machine can make others look slow, too
+    for each in chosen:
+        assert each.codec == "none"
+        assert each.every == 1
+        assert each.shares[SLOW] == min(each.shares) < 50  # a busy machine can make others look slow, too
     assert any(f"rank {SLOW} carries" in reason for reason in first["reasons"])
     assert first["is_replayed"], "a decision is made of nothing but the reports"
