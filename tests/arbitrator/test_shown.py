@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support import examples
+from tests.support.services_here import services_here
 
 from dynamix.arbitrator import shown
 from dynamix.arbitrator.shown import RunTimes, ShownDecisions
-from dynamix.runtime.bus import PermissionDeniedError, StreamState
+from dynamix.runtime.bus import Bus, PermissionDeniedError, StreamState
 from dynamix.runtime.bus.requests import StreamCopies, StreamCopy
 from dynamix.runtime.metrics import ServiceMetrics
 
@@ -47,6 +48,18 @@ def test_a_job_is_shown_until_its_end_with_refused_actions_by_known_reason(metri
     assert shown_now(metrics, "job_state_window", "training_job") == {}
     decisions.record_state(msgspec.structs.replace(state, generation=1))  # started again under the same id
     assert shown_now(metrics, "job_state_window", "training_job") == {job.job: 0.0}
+
+
+async def test_the_service_shows_what_receipts_tell(bus: Bus) -> None:
+    async with services_here(bus, "arbitrator") as services, asyncio.timeout(60):
+        await bus.publish(examples.job())
+        for window in itertools.count():  # the first ones may come before it listens to receipts
+            await bus.publish(examples.state(window_index=window))
+            await bus.publish(examples.applied(window, window + 2, num_refused={"stale": 2}))
+            if found := samples(services["arbitrator"].scrape(), "job_refused_actions", "reason"):
+                break
+            await asyncio.sleep(0.05)
+    assert found == {"stale": 2.0}
 
 
 async def test_what_a_key_may_not_see_is_left_out_and_the_rest_is_watched(

@@ -1,4 +1,4 @@
-"""`dynamix inspect`: the demo's capture, and captures that lack something."""
+"""`dynamix inspect` and `dynamix replay`: the demo's capture, and captures that lack something."""
 
 import json
 from pathlib import Path

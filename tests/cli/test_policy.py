@@ -1,4 +1,4 @@
-"""`dynamix policy` on a real broker, as the users of a deployment, and without any broker."""
+"""`dynamix policy` and `dynamix provision` on a real broker, as the users of a deployment, and without any broker."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""`dynamix up` as a real process: it starts, prints how to use it, restarts what ends, and leaves nothing behind."""
+"""`dynamix up` as a real process, how it keeps its children running, and how commands find its broker."""
 
 import asyncio
 import contextlib

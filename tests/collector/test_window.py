@@ -1,3 +1,5 @@
+"""Windows: from reports of ranks, and from counters of sockets to the traffic of ranks."""
+
 from typing import cast
 
 import msgspec

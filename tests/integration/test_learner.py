@@ -1,4 +1,4 @@
-"""Learning from live jobs: real services, a real broker, virtual clusters that explore."""
+"""Learning from live jobs with real services; a virtual cluster on the bus decides as one in one process."""
 
 import asyncio
 import contextlib

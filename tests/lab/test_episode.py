@@ -1,3 +1,5 @@
+"""Episodes in virtual clusters: of one job, of one family, and of jobs that agents steer."""
+
 import pytest
 from tests.support import virtual
 

@@ -1,3 +1,5 @@
+"""Workloads: models and losses, data sets as files, generated data."""
+
 import gzip
 import hashlib
 import struct

@@ -37,6 +37,7 @@ async def test_messages_whose_acknowledgements_are_lost_are_retransmitted_and_st
     server: ConfiguredServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are sent again when the connection is made again; the broker knows by its store which of them it has."""
+    monkeypatch.setattr(publish, "ACK_TIMEOUT_S", 60.0)  # no retry for want of an answer
     take, num_lost, is_losing = Publisher._on_ack, 0, False
 
     def lose(self: Publisher, *answer: Any) -> None:
@@ -55,7 +56,8 @@ async def test_messages_whose_acknowledgements_are_lost_are_retransmitted_and_st
         await server.kill()
         is_losing = False
         await server.start()
-        assert await asyncio.gather(*futures) == list(range(1, 501))
+        async with asyncio.timeout(20):
+            assert await asyncio.gather(*futures) == list(range(1, 501))
         assert (await bus.stream_state("FEED")).num_messages == 500
         assert bus.counters["duplicates"] >= 1
         assert bus.counters["in_flight"] == 0

@@ -1,3 +1,5 @@
+"""Messages on the wire: encoding, golden bytes, the chain of actions."""
+
 import json
 import math
 import random

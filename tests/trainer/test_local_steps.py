@@ -366,7 +366,7 @@ class Streamed(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         return (data[index] for index in range(len(data)))
 
 
-def test_a_mean_that_travels_replaces_the_own_movement_after_the_delay() -> None:
+def test_a_mean_in_flight_replaces_the_own_movement_after_the_delay() -> None:
     every, delay = 4, 2
     data = Whole(whole=False)
     order = epoch_order(len(data), 0, 0, shuffle=True).tolist()

@@ -77,7 +77,7 @@ def test_ranks_agree_on_what_the_memory_of_each_holds(tmp_path: Path) -> None:
     for result in results:
         assert result["bounds"] == ((55, 20), (55, 16))
         assert (result["sizes"][:3], result["sizes"][-1]) == ([(16, 16)] * 3, (12, 20))
-        assert all(sizes[1] <= 16 for sizes in result["resumed"])
+        assert all(sum(sizes) == 32 and sizes[1] <= 16 for sizes in result["resumed"])
     assert results[0]["first"] == (55, 20)
     assert results[0]["refused"] > 0
 

@@ -1,3 +1,5 @@
+"""Arithmetic of a step: gradient noise, learning rate, clock."""
+
 import math
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Training loops that people really have: what they train is right, or one sentence says why not."""
+"""Training loops, gradient accumulation and learning-rate schedules of people: right, or refused in one sentence."""
 
 from collections import Counter
 from collections.abc import Iterator

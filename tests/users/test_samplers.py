@@ -1,4 +1,4 @@
-"""Samplers of a script's own: exactly what they yield is trained on, and a resumed run goes on at the very sample."""
+"""Samplers and streams of a script: what they yield is trained on, and a resumed run goes on at the very sample."""
 
 import random
 from collections import Counter

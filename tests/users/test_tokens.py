@@ -1,4 +1,4 @@
-"""Padded batches of sequences: the gradient is that of one big batch over all tokens that count (`ignore_index`)."""
+"""Padded sequences, weighted by the tokens that count; and losses that are no mean over the samples."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping

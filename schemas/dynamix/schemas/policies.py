@@ -120,7 +120,7 @@ POLICY_OPTIONS: Mapping[str, Options] = MappingProxyType(
             "route": named(ROUTES, "how they are summed"),
             "outer_rate": Option(1, 0.001, 10, "rate of the outer step after local steps; 1 is the mean"),
             "outer_momentum": Option(0, 0, 0.999, "its Nesterov momentum"),
-            "delay": Option(0, 0, MOST_STEPS, "local steps that are made while the mean of a round travels", True),
+            "delay": Option(0, 0, MOST_STEPS, "local steps that are made while the mean of a round is in flight", True),
         },
         "split": {**_PROPORTIONAL, "track": track(1)},
         "random": {"track": track(0)},

@@ -301,7 +301,7 @@ class VirtualCluster:
         fewest, most = self._options.min_local_batch_size, self._identity.max_local_batch_sizes
         self._fast_loop = FastLoop(self._schedule, fewest, most)
         self._taken_s: list[float] = []
-        """Time that rank 0 computed and waited in each step after the first one."""
+        """Time that rank 0 computed and waited in each of the first steps."""
         self._decided = False
         """Whether the next step is the first one with another allocation."""
         self._reporters = [
@@ -410,7 +410,7 @@ class VirtualCluster:
             decided=decided,
             traffic=traffic,
             since_s=rounds.since_s if step.is_local else None,
-            travels=rounds.travels,
+            is_in_flight=rounds.is_in_flight,
             arrives_s=rounds.arrives_s,
         )
         sent = () if step.is_local and not traffic else traffic

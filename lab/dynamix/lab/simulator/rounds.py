@@ -64,7 +64,7 @@ class VirtualRounds:
         """Whether the ranks took a mean in the newest step."""
         self.arrives_s: float | None = None
         """When the mean arrived that they took after a delay, on the clock of `since_s`."""
-        self._travelling: tuple[Tensor, Tensor, Array64] | None = None
+        self._in_flight: tuple[Tensor, Tensor, Array64] | None = None
         """The mean movement of the round before, where each rank was, and the drift of each."""
         self._arrives_s = 0.0
         self._ended: tuple[Array64, int] = self._num_samples, 1
@@ -107,7 +107,7 @@ class VirtualRounds:
         self._num_samples = self._num_samples + np.asarray(plan.counts.values)
         exchange, following = step.exchange, step.following
         drift, is_last, self.arrives_s = None, exchange != following or ends_epoch, None
-        if self._travelling is not None and (self.num_steps == exchange.delay or is_last):
+        if self._in_flight is not None and (self.num_steps == exchange.delay or is_last):
             drift, self.arrives_s = self._receive(parameters, exchange), self._arrives_s
         self.is_received = drift is not None
         if self.num_steps < exchange.every and not is_last:
@@ -117,7 +117,7 @@ class VirtualRounds:
         total = torch.empty_like(self._start)
         own = torch.linalg.vector_norm(moved, dim=1).double() ** 2 / weights.clamp(min=1e-12)
         traffic = self._exchange.sum(moved, step, total, of_moves=True)
-        self._travelling = total, parameters.detach().clone(), own.numpy()
+        self._in_flight = total, parameters.detach().clone(), own.numpy()
         self._ended = self._num_samples, self.num_steps
         self.num_steps = 0
         self._num_samples = np.zeros_like(self._num_samples)
@@ -135,8 +135,8 @@ class VirtualRounds:
 
     def _receive(self, parameters: nn.Parameter, exchange: Exchange) -> tuple[Array64, float]:
         """Give each rank the mean that was sent, and the steps that it made since; returns the drift of that round."""
-        assert self._travelling is not None, "nothing was sent"
-        (total, left, own), self._travelling = self._travelling, None
+        assert self._in_flight is not None, "nothing was sent"
+        (total, left, own), self._in_flight = self._in_flight, None
         if exchange.outer_momentum and self._velocity is None:
             self._velocity = torch.zeros_like(total)
         self._start.add_(outer_step(exchange, total, self._velocity))
@@ -147,19 +147,19 @@ class VirtualRounds:
         return own, float(torch.dot(total, total))
 
     @property
-    def travels(self) -> bool:
-        """Whether what was sent in the newest step is on its way while steps go on."""
-        return self.num_steps == 0 and self._travelling is not None
+    def is_in_flight(self) -> bool:
+        """Whether a mean was sent in the newest step and ranks go on without it."""
+        return self.num_steps == 0 and self._in_flight is not None
 
     def end_step(self, timing: StepTiming, step: ActiveExchange) -> None:
         """Take in what each rank's step took, and show what is in force: before a step that is not local, for all."""
         self.computed_s = self.computed_s + timing.compute_s
         self.since_s = self.since_s + timing.compute_s + timing.sync_s
-        if self.travels:
+        if self.is_in_flight:
             self._arrives_s = float(self.since_s.max()) + timing.communication_s
         if self.num_steps == 0:
             self._ended_s, self.computed_s = self.computed_s, np.zeros_like(self.computed_s)
-            self.since_s = self.since_s if self.travels else np.zeros_like(self.since_s)
+            self.since_s = self.since_s if self.is_in_flight else np.zeros_like(self.since_s)
         self._show_mean()
         if step.following.every == 1:
             assert self.num_steps == 0, "a round ends before another exchange is active"
@@ -179,8 +179,8 @@ class VirtualRounds:
         shown, (parameters, _) = self._gradients.parameters.data, self._begun()
         if self.num_steps == 0:
             shown.copy_(self._start)
-            if self._travelling is not None:
-                shown.add_(self._travelling[0])
+            if self._in_flight is not None:
+                shown.add_(self._in_flight[0])
         else:
             torch.mv(parameters.detach().t(), self._weights(), out=shown)
 

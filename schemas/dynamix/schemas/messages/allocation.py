@@ -86,7 +86,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fa
     outer_momentum: float = 0.0
     """Nesterov momentum of the outer steps, from round to round; 0 is none."""
     delay: int = 0
-    """Steps of the next round after which ranks take the mean of a round, which travels meanwhile; 0: they wait."""
+    """Steps of the next round after which ranks take the mean of a round, in flight until then; 0: they wait."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for what messages cannot hold, shares that divide nothing, outer steps that lead nowhere."""

@@ -4,7 +4,7 @@ A step is open from `manager.start_quorum`, which the session calls before the s
 `manager.should_commit`, which the script calls before its update. What torchft does not commit is repeated, by the
 groups that are left and with the same samples. A quorum with another number is another world. Its members tell each
 other where they stand, and go on from the state of the one that is furthest: what knows the number of ranks is set
-anew, in place, and the job's next generation begins. Gradients, and times behind them, are one sum at the end of the
+again, in place, and the job's next generation begins. Gradients, and times behind them, are one sum at the end of the
 backward pass. One process is one group. torchft is never imported here.
 """
 

@@ -302,7 +302,7 @@ class Session:
         self._meter.clock.charged_s += time.perf_counter() - began
 
     def _change_world(self, groups: Groups) -> None:
-        """Set anew what knows the number of ranks, and go on in the next generation; a collective."""
+        """Set again what knows the number of ranks, and go on in the next generation; a collective."""
         run, steering = self._run, self._steering
         steering.leave_world()
         options, before = replace(run.options, local_batch_sizes=groups.sizes), run.place
@@ -430,7 +430,7 @@ class Session:
 
     @property
     def is_averaged(self) -> bool:
-        """Whether all ranks have the same parameters: false in a round of local steps, or while means travel."""
+        """Whether all ranks have the same parameters: false in a round of local steps, or while means are in flight."""
         return self._local.is_averaged
 
     def average(self) -> None:

@@ -207,7 +207,7 @@ class Loader:
                     self.begin_held()
 
     def _ask(self, drawn: Iterator[tuple[MicroBatch, Any]], epoch: int) -> Iterator[tuple[MicroBatch, Any]]:
-        """Ask for the next batch of an epoch; returns from where, which is anew if the position has moved."""
+        """Ask for the next batch of an epoch; returns from where: another place if the position has moved."""
         if not self.epoch_is_over:
             self.on_step()
         if self._is_stale:

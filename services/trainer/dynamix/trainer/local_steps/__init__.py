@@ -5,13 +5,13 @@ In a round of h steps a rank's gradient is the mean of its own samples and is no
     theta = theta_start + sum_i (n_i / sum n) (theta_i - theta_start)        n_i: samples of rank i in the round
 
 by the codec and the route of the exchange, the same bits on each: only what moved is sent, so that an error of a codec
-is one of a step. With a delay of d steps the mean travels while the first d steps of the next round are made; then each
-rank swaps its own movement for it, as in CoCoD-SGD and Streaming DiLoCo: theta_start is the same on all ranks, and
+is one of a step. With a delay of d steps the mean is in flight while the first d steps of the next round are made; then
+each rank swaps its own movement for it, as in CoCoD-SGD and Streaming DiLoCo: theta_start is the same on all ranks, and
 theta where they wait for a mean.
 
-A round also ends before another exchange is in effect, and with an epoch: there all wait. So do buffers, which are
-averaged too; momentum and the like are averaged when local steps end, and with an epoch, so that a checkpoint there
-holds what all ranks have. The learning rate stays that of the global batch, and so do Adam's second moments
+A round also ends before another exchange is in effect, and with an epoch; there all ranks wait. Buffers are averaged
+where they wait; momentum and the like when local steps end, and with an epoch, so that a checkpoint there holds what
+all ranks have. The learning rate stays that of the global batch, and so do Adam's second moments
 (`correct_second_moments`).
 """
 
@@ -221,7 +221,7 @@ class LocalSteps:
         self._num_steps = 0
         self._sketches: StepSketches | None = None
         """Those of the first step of the round, where its noise is measured."""
-        self._travelling: _Movements | None = None
+        self._in_flight: _Movements | None = None
         """Those of the round before."""
         self._velocities: dict[ModelExchange, Residuals] = {}
         """Momentum of the outer steps: laid out as buckets are, kept by parameter as residuals are."""
@@ -234,7 +234,7 @@ class LocalSteps:
     @property
     def is_averaged(self) -> bool:
         """Whether all ranks have the same parameters."""
-        return self._num_steps == 0 and self._travelling is None
+        return self._num_steps == 0 and self._in_flight is None
 
     def share(self, plan: StepPlan) -> float:
         """The share of a step's samples behind this rank's gradient, which may be that of its node."""
@@ -297,7 +297,7 @@ class LocalSteps:
             self._round.num_timed += num_samples
         exchange, following = self.exchange.at(plan.step), self.exchange.at(plan.step + 1)
         ended, is_last = NOT_ENDED, exchange != following or ends_epoch
-        if self._travelling is not None and (self._num_steps == exchange.delay or is_last):
+        if self._in_flight is not None and (self._num_steps == exchange.delay or is_last):
             ended = self._receive(exchange)
         if self._num_steps < exchange.every and not is_last:
             return ended
@@ -317,7 +317,7 @@ class LocalSteps:
         if self.is_averaged:
             return
         exchange = self.exchange.at(step - 1)
-        if self._travelling is not None:
+        if self._in_flight is not None:
             self._receive(exchange)
         if self._num_steps:
             self._sketches = None
@@ -331,7 +331,7 @@ class LocalSteps:
                 "session.average() on all ranks before"
             )
         self.models.broadcast_buffers()
-        self._round, self._travelling, self._num_steps = None, None, 0
+        self._round, self._in_flight, self._num_steps = None, None, 0
 
     def _average(self, exchange: Exchange, following: Exchange, *, shares_times: bool) -> tuple[float, EndedRound]:
         """Give all ranks the mean; returns this rank's weight in it as well."""
@@ -364,14 +364,14 @@ class LocalSteps:
             own.append(torch.dot(view.flat, view.flat) / weight if weight else 0.0)
             buckets.append((model, bucket, view, model.send(view, () if buckets else beside)))
         per_step = mean_counts(counts, self._num_steps)
-        self._travelling = _Movements(buckets, own, shares_times, per_step, self._sketches, beside)
+        self._in_flight = _Movements(buckets, own, shares_times, per_step, self._sketches, beside)
         self._round, self._num_steps, self._sketches = _Round(self._round.buckets, [0] * len(counts)), 0, None
         return weight
 
     def _receive(self, exchange: Exchange) -> EndedRound:
         """Take the mean of what was sent."""
-        assert self._travelling is not None, "nothing was sent"
-        sent, self._travelling = self._travelling, None
+        assert self._in_flight is not None, "nothing was sent"
+        sent, self._in_flight = self._in_flight, None
         drift = RoundDrift(sent.own, [])
         for model, bucket, view, under_way in sent.buckets:
             under_way.wait()
