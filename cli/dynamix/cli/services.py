@@ -97,7 +97,8 @@ async def beside(*works: Coroutine[Any, Any, object]) -> AsyncGenerator[None, No
                 yield
             finally:
                 for task in tasks:
-                    task.cancel()
+                    if not task.cancelling():  # a second time would interrupt how it ends
+                        task.cancel()
     except BaseExceptionGroup as raised:
         error: BaseException = raised
         while isinstance(error, BaseExceptionGroup):
