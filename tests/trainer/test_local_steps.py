@@ -81,7 +81,8 @@ def _trained(_rank: int, exchange: Exchange | None, plan: dict[int, Exchange] | 
 def _alone(rounds: list[int], outer: dict[str, float] | None = None) -> list[torch.Tensor]:
     """The same in one process: two models that are averaged after each round; where all are after each.
 
-    With `outer` torch's SGD with Nesterov momentum makes a step from where the round began.
+    With `outer` torch's SGD with Nesterov momentum makes a step from where the round began; with a rate of 0 the rate
+    is that of the docstring of `local_steps`.
     """
     data = Whole(whole=False)
     order = epoch_order(len(data), 0, 0, shuffle=True).tolist()
@@ -89,7 +90,7 @@ def _alone(rounds: list[int], outer: dict[str, float] | None = None) -> list[tor
     optimizers = [momentum_optimizer(model) for model in models]
     common = Curved()
     sgd = torch.optim.SGD(common.parameters(), nesterov=True, **outer) if outer else None
-    means, used = [], 0
+    means, used, agreement = [], 0, 0.0
     for length in rounds:
         for _ in range(length):
             for model, optimizer, size in zip(models, optimizers, SIZES, strict=True):
@@ -103,12 +104,27 @@ def _alone(rounds: list[int], outer: dict[str, float] | None = None) -> list[tor
                 ours.grad = ours - sum(weight * each for weight, each in zip(weights, parameters, strict=True))
                 if sgd is None:
                     ours.sub_(ours.grad)
-            if sgd is not None:
+            if sgd is not None and length < rounds[0]:  # it ends early
+                for ours in common.parameters():
+                    ours.sub_(ours.grad)
+            elif sgd is not None:
+                if outer is not None and not outer["lr"]:
+                    sgd.param_groups[0]["lr"] = (1 - outer["momentum"]) / (1 - agreement)
+                    moved = [torch.cat([each.flatten() for each in parts]) for parts in _moved(common, sgd)]
+                    if moved[1].any():
+                        cosine = float(nn.functional.cosine_similarity(*moved, dim=0))
+                        agreement = min(max((agreement + cosine) / 2 if agreement else cosine, 0.0), 0.5)
                 sgd.step()
             for model in models:
                 model.load_state_dict(common.state_dict())
         means.append(flat_parameters(common))
     return means
+
+
+def _moved(model: Curved, sgd: torch.optim.SGD) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The movement of a round, and the momentum of those before."""
+    moved = [torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters()]
+    return moved, [sgd.state[each].get("momentum_buffer", torch.zeros_like(each)) for each in model.parameters()]
 
 
 def test_a_round_ends_with_the_weighted_mean_of_the_parameters() -> None:
@@ -127,10 +143,11 @@ def test_a_round_ends_with_the_weighted_mean_of_the_parameters() -> None:
             assert torch.allclose(first["parameters"][step], mean, atol=tolerance), codec
 
 
-def test_a_round_ends_with_an_outer_nesterov_step() -> None:
-    expected = _alone([4] * 5 + [2], {"lr": 0.7, "momentum": 0.9})
+@pytest.mark.parametrize(("rate", "momentum"), [(0.7, 0.9), (0.0, 0.5)])
+def test_a_round_ends_with_an_outer_nesterov_step(rate: float, momentum: float) -> None:
+    expected = _alone([4] * 5 + [2], {"lr": rate, "momentum": momentum})
     assert not torch.allclose(expected[-1], _alone([4] * 5 + [2])[-1], atol=1e-2), "it makes no difference"
-    exchanges = [Exchange(every=4, codec=codec, outer_rate=0.7, outer_momentum=0.9) for codec in ("none", "int8")]
+    exchanges = [Exchange(every=4, codec=codec, outer_rate=rate, outer_momentum=momentum) for codec in ("none", "int8")]
     results = run_ranks(each_case, 2, _trained, [(exchange,) for exchange in exchanges])
     for tolerance, first, second in zip((2e-6, 1e-2), *results, strict=True):
         ends = [step for step in range(STEPS) if first["averaged"][step]] + [STEPS]
@@ -298,7 +315,7 @@ def _saved(_rank: int, outer: dict[str, float]) -> dict[str, Any]:
 
 
 def test_a_job_resumed_at_an_averaging_goes_on_exactly() -> None:
-    outer = {"outer_rate": 0.7, "outer_momentum": 0.9}
+    outer = {"outer_rate": 0.0, "outer_momentum": 0.9}
     for first, second in zip(*run_ranks(each_case, 2, _saved, [({},), (outer,)]), strict=True):
         assert first["refused"].startswith("step 5 is in the middle of a round of local steps, each rank has")
         assert torch.equal(first["whole"], second["whole"])

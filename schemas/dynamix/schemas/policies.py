@@ -43,16 +43,21 @@ ROUNDED = 0.3
 """Time of a sum by `int8` over that of gradients as they are, before it was measured."""
 LOSS_OF_EIGHT, LOSS_POWER, MOST_EVERY = 0.07, 0.7, 16
 """k of 8 ranks, and how it grows with their number; longest period."""
+LEAST_OUTER, OUTER_MOMENTUM = 4, 0.5
+"""Periods from which on rounds end with an outer step, and its momentum."""
 
 
-def sync_period(round_s: float, compute_s: float, num_ranks: int) -> int:
-    """Steps between two averagings under `rule`, from the time of one and of computing a step.
+def rounded_exchange(round_s: float, compute_s: float, num_ranks: int) -> Exchange:
+    """`int8` and the steps between two averagings under `rule`, from the time of one and of computing a step.
 
     h = sqrt(C / c * (1 / k - 1)),  k = 0.07 (N / 8)^0.7         to the nearest power of two
     """
     loss = min(LOSS_OF_EIGHT * (num_ranks / 8) ** LOSS_POWER, 0.99)
     wanted = math.sqrt(max(round_s, 0.0) / compute_s * (1.0 / loss - 1.0))
-    return int(min(2 ** round(math.log2(max(wanted, 1.0))), MOST_EVERY))
+    every = int(min(2 ** round(math.log2(max(wanted, 1.0))), MOST_EVERY))
+    if every < LEAST_OUTER:
+        return Exchange(codec="int8", every=every)
+    return Exchange(codec="int8", every=every, outer_rate=0.0, outer_momentum=OUTER_MOMENTUM)
 
 
 # --- options
@@ -118,7 +123,7 @@ POLICY_OPTIONS: Mapping[str, Options] = MappingProxyType(
             "every": Option(1, 1, MOST_STEPS, "optimizer steps between two averagings; above 1: local steps", True),
             "codec": named(EXCHANGE_CODECS, "how gradients are encoded; an extension's codec by its name"),
             "route": named(ROUTES, "how they are summed"),
-            "outer_rate": Option(1, 0.001, 10, "rate of the outer step after local steps; 1 is the mean"),
+            "outer_rate": Option(1, 0, 10, "rate of the outer step after local steps; 1 is the mean, 0 adapts"),
             "outer_momentum": Option(0, 0, 0.999, "its Nesterov momentum"),
             "delay": Option(0, 0, MOST_STEPS, "local steps that are made while the mean of a round is in flight", True),
         },

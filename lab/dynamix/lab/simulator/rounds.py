@@ -16,7 +16,7 @@ from dynamix.schemas.messages.allocation import EXACT, Exchange
 from dynamix.trainer.data.plan import StepPlan
 from dynamix.trainer.gradient.learning_rate import correct_second_moments
 from dynamix.trainer.gradient.noise import NormSketch, RoundMeasurement
-from dynamix.trainer.local_steps import mean_counts, outer_step
+from dynamix.trainer.local_steps import agreement_after, mean_counts, outer_step
 
 from .clock import StepTiming
 from .exchange import ActiveExchange, Array64, StepTraffic, VirtualExchange, with_numbers
@@ -53,6 +53,8 @@ class VirtualRounds:
         """Shares of the newest step's samples, of each rank's node."""
         self._velocity: Tensor | None = None
         """Momentum of outer steps, where they have any."""
+        self._agreement = 0.0
+        """Of the newest rounds."""
         self._num_samples: Array64 = np.zeros(exchange.world_size)
         self.num_steps = 0
         """Steps of the round so far."""
@@ -127,8 +129,8 @@ class VirtualRounds:
         if exchange.delay and not is_last:
             return traffic, drift
         drift, self.is_received = self._receive(parameters, exchange), True
-        if not following.outer_momentum:
-            self._velocity = None
+        if following != exchange:
+            self._velocity, self._agreement = None, 0.0
         if following.every == 1 or ends_epoch:
             traffic += self._average_optimizers(parameters, optimizer, weights)
         return traffic, drift
@@ -139,12 +141,19 @@ class VirtualRounds:
         (total, left, own), self._in_flight = self._in_flight, None
         if exchange.outer_momentum and self._velocity is None:
             self._velocity = torch.zeros_like(total)
-        self._start.add_(outer_step(exchange, total, self._velocity))
+        squares = float(torch.dot(total, total))
+        if self._ended[1] < exchange.every:
+            self._start.add_(total)
+        else:
+            before = torch.zeros_like(total) if self._velocity is None else self._velocity
+            dot, before_squares = float(torch.dot(total, before)), float(torch.dot(before, before))
+            self._start.add_(outer_step(exchange, total, self._velocity, self._agreement))
+            self._agreement = agreement_after(self._agreement, dot, squares, before_squares)
         if self.num_steps:
             parameters.data.sub_(left).add_(self._start)
         else:
             parameters.data.copy_(self._start.expand_as(parameters))
-        return own, float(torch.dot(total, total))
+        return own, squares
 
     @property
     def is_in_flight(self) -> bool:

@@ -82,7 +82,8 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fa
     """Share of a bucket that each rank sums up under the route `shares`; equal shares where there are none. Under the
     route `servers` those of the servers follow those of the ranks."""
     outer_rate: float = 1.0
-    """Step towards the mean after local steps, over the distance to it; 1 is the mean itself."""
+    """Step towards the mean after local steps, over the distance to it; 1 is the mean itself. 0: with momentum m it is
+    (1 - m) / (1 - a), as far as the movements of successive rounds agree."""
     outer_momentum: float = 0.0
     """Nesterov momentum of the outer steps, from round to round; 0 is none."""
     delay: int = 0
@@ -98,10 +99,11 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fa
         are_numbers = all(isinstance(share, int | float) and 0 <= share < math.inf for share in self.shares)
         if self.shares and not (are_numbers and sum(self.shares) > 0):
             raise ValueError(f"shares {list(self.shares)[:16]}: each is 0 or more, and one at least above 0")
-        if not (0 < self.outer_rate < math.inf and 0 <= self.outer_momentum < 1):
+        is_outer = 0 <= self.outer_rate < math.inf and 0 <= self.outer_momentum < 1
+        if not is_outer or self.outer_rate == self.outer_momentum == 0:
             raise ValueError(
-                f"outer_rate={self.outer_rate:g}, outer_momentum={self.outer_momentum:g}: the rate is above 0, the "
-                "momentum from 0 to less than 1"
+                f"outer_rate={self.outer_rate:g}, outer_momentum={self.outer_momentum:g}: the momentum is from 0 to "
+                "less than 1, the rate above 0, or 0 with momentum"
             )
         if self.has_outer_step and self.every == 1:
             raise ValueError(

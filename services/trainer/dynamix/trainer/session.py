@@ -591,6 +591,7 @@ class Session:
             "rank": run.place.rank,
             "residuals": [each.residuals() for each in self._models.exchanges],
             "outer_momentum": list(self._local.outer_momentum()),
+            "outer_agreement": self._local.agreement,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -634,6 +635,7 @@ class Session:
                 exchange.load_residuals({name: parts for name, parts in residuals.items() if name == active.codec})
         if active.outer_momentum > 0:
             self._local.load_outer_momentum(state["outer_momentum"])
+            self._local.agreement = state["outer_agreement"]
         self._state_loaded = True
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
     x = e / (c_0 + e)                               exposed share of an exact step at the user's base batch
 
 e is the communication that computing does not hide, C the time of one averaging: the waiting of the rank that waits
-least. c_0 is the compute time of the slowest rank in a step of the base batch. `sync_period` has the law of local
+least. c_0 is the compute time of the slowest rank in a step of the base batch. `rounded_exchange` has the law of local
 steps: as k of 8 ranks 0.03 to 0.15 do as well on train scenarios, and 0.04 took 1.3 times as long behind one slow link.
 
 - **Rounding** to `int8` begins when x > 0.3, in jobs that permit it; and with it local steps, in jobs that permit them,
@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from dynamix.schemas.apportion import balanced_shares, ring_time, shared_time
 from dynamix.schemas.messages import Job
 from dynamix.schemas.messages.allocation import EXACT, Exchange, is_permitted
-from dynamix.schemas.policies import ROUNDED, sync_period
+from dynamix.schemas.policies import ROUNDED, rounded_exchange
 
 from .policy import Array32, Array64, column
 from .step_time import StepTime
@@ -153,9 +153,11 @@ def choose(job: Job, model: StepTime, memory: ExchangeMemory, current: float) ->
     is_exposed = job.exchange != "exact" and exact_s > BEGIN * (base_s + exact_s)
     if job.exchange == "local" and (is_exposed or newest.every > 1):
         round_s = memory.times_s.get("round", ROUNDED * exact_s)
-        every = sync_period(round_s, compute_s, job.num_exchanging)
-        if every > 1 or newest.every > 1:  # where local steps end, exact ones are measured again
-            return Exchange(codec="int8", every=every) if every > 1 else EXACT
+        chosen = rounded_exchange(round_s, compute_s, job.num_exchanging)
+        if chosen.every > 1:
+            return chosen
+        if newest.every > 1:  # exact ones are measured again
+            return EXACT
     if way_of(newest) == OVER_OWNERS and memory.age >= LOOK_AGAIN:
         return EXACT
     sees_links = model.noise < BUSY and memory.num_link_windows >= LINK_WINDOWS

@@ -353,7 +353,7 @@ class Rule:
     """
 
     name = "rule"
-    version = 12
+    version = 13
     options: ClassVar[Options] = POLICY_OPTIONS["rule"]
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:

@@ -413,12 +413,15 @@ def warn_of_missing_bus(options: JobOptions) -> None:
 
 def warn_of_momentum(options: JobOptions, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Warn of two momenta, one in the steps and one between the averagings; once per job."""
-    momentum = options.initial_allocation.exchange.outer_momentum
-    if momentum and any(group.get("momentum") for each in optimizers for group in each.param_groups):
+    exchange = options.initial_allocation.exchange
+    factor = exchange.outer_rate / (1.0 - exchange.outer_momentum)
+    if factor > 2.0 and any(group.get("momentum") for each in optimizers for group in each.param_groups):
         _log.warning(
-            "outer_momentum=%g adds to the momentum of the optimizer, and both together train much worse than one of "
-            "them: use outer_rate=1 and outer_momentum=0, or an optimizer without momentum such as AdamW",
-            momentum,
+            "outer_rate=%g with outer_momentum=%g moves %.1f times as far as a round, and with the momentum of the "
+            "optimizer that trains much worse: use outer_rate=0, which adapts, or an optimizer without momentum",
+            exchange.outer_rate,
+            exchange.outer_momentum,
+            factor,
         )
 
 

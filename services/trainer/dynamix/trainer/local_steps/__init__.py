@@ -9,6 +9,14 @@ is one of a step. With a delay of d steps the mean is in flight while the first 
 each rank swaps its own movement for it, as in CoCoD-SGD and Streaming DiLoCo: theta_start is the same on all ranks, and
 theta where they wait for a mean.
 
+A whole round may end with an outer step instead, with d the mean movement and v that of the rounds before; a round
+that ends early goes to the mean:
+
+    v <- m v + d,  theta = theta_start + r (m v + d)             r = (1 - m) / (1 - a) where no rate is given
+
+The agreement a is the cosine between d and v, smoothed, from 0 to 1/2: rounds that go on in one direction move up to
+twice as far, and noise that changes its direction is averaged. Rank 0's number counts, so that all use the same.
+
 A round also ends before another exchange is in effect, and with an epoch; there all ranks wait. Buffers are averaged
 where they wait; momentum and the like when local steps end, and with an epoch, so that a checkpoint there holds what
 all ranks have. The learning rate stays that of the global batch, and so do Adam's second moments
@@ -17,6 +25,7 @@ all ranks have. The learning rate stays that of the global batch, and so do Adam
 
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -56,7 +65,18 @@ class RoundDrift(NamedTuple):
     """|d|^2, the same on all ranks."""
 
 
-def outer_step(exchange: Exchange, moved: Tensor, velocity: Tensor | None) -> Tensor:
+MOST_AGREEMENT = 0.5
+
+
+def agreement_after(before: float, dot: float, moved: float, velocity: float) -> float:
+    """The agreement after a round whose movement d has these products with v, itself, and v with itself."""
+    if not moved * velocity > 0.0:
+        return before
+    cosine = dot / math.sqrt(moved * velocity)
+    return min(max((before + cosine) / 2 if before else cosine, 0.0), MOST_AGREEMENT)
+
+
+def outer_step(exchange: Exchange, moved: Tensor, velocity: Tensor | None, agreement: float) -> Tensor:
     """The outer step, given the mean movement; `velocity` is updated, and only needed with momentum.
 
     Products and sums are apart, since a processor that joins them rounds once instead of twice.
@@ -68,7 +88,7 @@ def outer_step(exchange: Exchange, moved: Tensor, velocity: Tensor | None) -> Te
         assert velocity is not None, "momentum needs it"
         velocity.mul_(exchange.outer_momentum).add_(moved)
         step = velocity.mul(exchange.outer_momentum).add_(moved)
-    return step.mul(exchange.outer_rate)
+    return step.mul(exchange.outer_rate or (1.0 - exchange.outer_momentum) / (1.0 - agreement))
 
 
 class FlatBucket:
@@ -183,6 +203,7 @@ class _Movements(NamedTuple):
     shares_times: bool
     counts: tuple[int, ...]
     """Samples per step, by rank."""
+    is_whole: bool
     sketches: StepSketches | None
     beside: list[Tensor]
 
@@ -225,6 +246,8 @@ class LocalSteps:
         """Those of the round before."""
         self._velocities: dict[ModelExchange, Residuals] = {}
         """Momentum of the outer steps: laid out as buckets are, kept by parameter as residuals are."""
+        self.agreement = 0.0
+        """Of the newest rounds."""
 
     @property
     def is_begun(self) -> bool:
@@ -340,8 +363,9 @@ class LocalSteps:
             if covered in self.models.unshared:
                 share_buffers(covered.modules_buffers, model, weight, is_first=self.exchange.rank == 0)
         ended = self._receive(exchange)
-        if not following.outer_momentum:
+        if following != exchange:  # another period moves another distance
             self._velocities.clear()
+            self.agreement = 0.0
         self._round = None
         return weight, ended
 
@@ -356,6 +380,8 @@ class LocalSteps:
         if shares_times:
             seconds_per_sample = self._round.computed_s / max(self._round.num_timed, 1)
             beside.append(self._slots.write_apart(seconds_per_sample).tensor)
+        if not exchange.outer_rate:
+            beside.append(torch.tensor([self.agreement if self.exchange.rank == 0 else 0.0]))
         buckets: list[tuple[ModelExchange, FlatBucket, BucketView, Sent]] = []
         own: list[float | Tensor] = []
         for model, bucket in self._round.buckets:
@@ -364,7 +390,8 @@ class LocalSteps:
             own.append(torch.dot(view.flat, view.flat) / weight if weight else 0.0)
             buckets.append((model, bucket, view, model.send(view, () if buckets else beside)))
         per_step = mean_counts(counts, self._num_steps)
-        self._in_flight = _Movements(buckets, own, shares_times, per_step, self._sketches, beside)
+        is_whole = self._num_steps == exchange.every
+        self._in_flight = _Movements(buckets, own, shares_times, per_step, is_whole, self._sketches, beside)
         self._round, self._num_steps, self._sketches = _Round(self._round.buckets, [0] * len(counts)), 0, None
         return weight
 
@@ -373,17 +400,28 @@ class LocalSteps:
         assert self._in_flight is not None, "nothing was sent"
         sent, self._in_flight = self._in_flight, None
         drift = RoundDrift(sent.own, [])
-        for model, bucket, view, under_way in sent.buckets:
+        for *_, under_way in sent.buckets:
             under_way.wait()
-            velocity = self._velocities.setdefault(model, Residuals()).of(view) if exchange.outer_momentum else None
-            bucket.move(outer_step(exchange, view.flat, velocity))
+        for numbers in sent.beside:
+            self.exchange.sum_shards(numbers)
+        agreed = 0.0 if exchange.outer_rate else sent.beside[-1].item()
+        dot = squares = 0.0
+        for model, bucket, view, _ in sent.buckets:
             drift.mean.append(torch.dot(view.flat, view.flat))
+            if not sent.is_whole:
+                bucket.move(view.flat)
+                continue
+            velocity = self._velocities.setdefault(model, Residuals()).of(view) if exchange.outer_momentum else None
+            if velocity is not None and not exchange.outer_rate:
+                dot += float(torch.dot(view.flat, velocity))
+                squares += float(torch.dot(velocity, velocity))
+            bucket.move(outer_step(exchange, view.flat, velocity, agreed))
+        if squares:
+            self.agreement = agreement_after(agreed, dot, sum(map(float, drift.mean)), squares)
         if self.exchange.layout is not None:
             moved = torch.tensor([sum(map(float, drift.mean))], dtype=torch.float64)
             self.exchange.sum_shards(moved)
             drift = RoundDrift(drift.own, [moved.item()])
-        for numbers in sent.beside:
-            self.exchange.sum_shards(numbers)
         if sent.shares_times:
             self._slots.receive()
         norms = sent.sketches.norms() if sent.sketches else NOT_MEASURED

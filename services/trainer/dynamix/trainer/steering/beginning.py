@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 from dynamix.schemas.messages.allocation import EXACT, Allocation, Exchange
-from dynamix.schemas.policies import DEFAULT_POLICY, ROUNDED, sync_period
+from dynamix.schemas.policies import DEFAULT_POLICY, ROUNDED, rounded_exchange
 from dynamix.trainer.job.options import JobOptions
 
 NUM_TIMED = 2
@@ -39,5 +39,6 @@ def begun_exchange(
     compute_s = options.base_global_batch_size / math.fsum(1.0 / rate for rate in rates)  # once sizes are divided
     if exposed_s <= EXPOSED * (compute_s + exposed_s):
         return None
-    every = sync_period(ROUNDED * exposed_s, compute_s, num_ranks) if options.exchange == "local" else 1
-    return Exchange(codec="int8", every=every), exposed_s
+    if options.exchange != "local":
+        return Exchange(codec="int8"), exposed_s
+    return rounded_exchange(ROUNDED * exposed_s, compute_s, num_ranks), exposed_s
