@@ -102,29 +102,36 @@ def _alone(rounds: list[int], outer: dict[str, float] | None = None) -> list[tor
         with torch.no_grad():
             for ours, *parameters in zip(*(model.parameters() for model in (common, *models)), strict=True):
                 ours.grad = ours - sum(weight * each for weight, each in zip(weights, parameters, strict=True))
-                if sgd is None:
-                    ours.sub_(ours.grad)
-            if sgd is not None and length < rounds[0]:  # it ends early
-                for ours in common.parameters():
-                    ours.sub_(ours.grad)
-            elif sgd is not None:
-                if outer is not None and not outer["lr"]:
-                    sgd.param_groups[0]["lr"] = (1 - outer["momentum"]) / (1 - agreement)
-                    moved = [torch.cat([each.flatten() for each in parts]) for parts in _moved(common, sgd)]
-                    if moved[1].any():
-                        cosine = float(nn.functional.cosine_similarity(*moved, dim=0))
-                        agreement = min(max((agreement + cosine) / 2 if agreement else cosine, 0.0), 0.5)
-                sgd.step()
+            agreement = _end_round(common, sgd if length == rounds[0] else None, agreement)
             for model in models:
                 model.load_state_dict(common.state_dict())
         means.append(flat_parameters(common))
     return means
 
 
-def _moved(model: Curved, sgd: torch.optim.SGD) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The movement of a round, and the momentum of those before."""
-    moved = [torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters()]
-    return moved, [sgd.state[each].get("momentum_buffer", torch.zeros_like(each)) for each in model.parameters()]
+def _end_round(model: Curved, sgd: torch.optim.SGD | None, agreement: float) -> float:
+    """Go to the mean, or make the outer step; the agreement after it."""
+    if sgd is None:
+        for each in model.parameters():
+            each.sub_(each.grad)
+        return agreement
+    (group,) = sgd.param_groups
+    adapts = group["lr"] == 0.0
+    if adapts:
+        group["lr"] = (1 - group["momentum"]) / (1 - agreement)
+        moved, before = (
+            torch.cat([each.flatten() for each in tensors])
+            for tensors in (
+                [each.grad for each in model.parameters()],
+                [sgd.state[each].get("momentum_buffer", torch.zeros_like(each)) for each in model.parameters()],
+            )
+        )
+        if before.any():
+            cosine = float(nn.functional.cosine_similarity(moved, before, dim=0))
+            agreement = min(max((agreement + cosine) / 2 if agreement else cosine, 0.0), 0.5)
+    sgd.step()
+    group["lr"] = 0.0 if adapts else group["lr"]
+    return agreement
 
 
 def test_a_round_ends_with_the_weighted_mean_of_the_parameters() -> None:
