@@ -15,7 +15,6 @@ import argparse
 import importlib.metadata
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 from bench.harness import ROOT, BenchmarkError, Cell, Interval, Panel, Table, draw
+from bench.paper import run_to
 from scipy.stats import spearmanr
 
 from dynamix.arbitrator.learned.policy_file import PPOSettings
@@ -32,21 +32,11 @@ from dynamix.cli.main import main as dynamix
 from dynamix.cli.terminal import ProgressLine
 from dynamix.lab.comparison.figure import CURVE_POINTS, mean_curve
 from dynamix.lab.comparison.rows import Tuned, parse_rows, read_tuned
-from dynamix.lab.comparison.runs import (
-    TYPICAL_RUN_S,
-    ComparisonCell,
-    Ledger,
-    as_published,
-    estimate,
-    fill,
-    plan,
-    policy_of,
-)
+from dynamix.lab.comparison.runs import TYPICAL_RUN_S, Ledger, as_published, estimate, fill, plan
 from dynamix.lab.comparison.verdict import OutcomeTable, Verdict
 from dynamix.lab.learning import LearningUpdate, learn, plan_named
 from dynamix.lab.learning.trial import EXCHANGES, constant_times
-from dynamix.lab.simulator.cluster import VirtualCluster
-from dynamix.lab.simulator.episode import RunOutcome, code_digest, run_episode, workload_data
+from dynamix.lab.simulator.episode import code_digest
 from dynamix.lab.simulator.scenario import (
     TUNED_FILE,
     Network,
@@ -421,7 +411,7 @@ class Laboratory:
             if self._known:
                 pass
             elif num_samples:
-                run_to(num_samples, cells, ledger, data=self._data)
+                run_to(num_samples, cells, ledger, self._directory, self._data)
             else:
                 fill(cells, ledger, jobs=self._jobs, data=self._data, on_progress=show)
             return OutcomeTable(suite.scenarios, cells, ledger, rows)
@@ -447,37 +437,6 @@ class Laboratory:
             path.write_bytes(done.file.to_bytes())
             history.write_bytes(msgspec.json.encode(done.history))
         return LearningRun(str(path), msgspec.json.decode(history.read_bytes(), type=list[LearningUpdate]))
-
-
-class SampledCluster(VirtualCluster):
-    """A job that is over when it has trained a number of samples, whatever its time."""
-
-    num_samples = 0
-
-    @property
-    def over(self) -> bool:
-        """Whether it has."""
-        return self.position.samples_seen >= self.num_samples
-
-
-def run_to(num_samples: int, cells: Iterable[ComparisonCell], ledger: Ledger, *, data: Path | None) -> None:
-    """Run what is not known yet one by one; a killed start loses the run that it was in."""
-    for cell in (cell for cell in cells if cell.task not in ledger):
-        task, setting, began_s = cell.task, cell.task.setting, time.perf_counter()
-        SampledCluster.num_samples = num_samples
-        episode = run_episode(
-            task.effective_scenario,
-            policy_of(setting),
-            data=workload_data(task.scenario.workload, data),
-            seed=task.seed,
-            policy_options=setting.options,
-            initial_local_batch_size=task.initial_local_batch_size,
-            make_cluster=SampledCluster,
-        )
-        outcome = msgspec.convert(episode, RunOutcome, from_attributes=True)
-        outcome = msgspec.structs.replace(outcome, wall_s=time.perf_counter() - began_s)
-        ledger.record_outcome(task, outcome, cell.about)
-        print(f"  {cell.about}: {outcome.time_to_target_s} s, {outcome.test_accuracy:.4f}", flush=True)
 
 
 def _row_text(label: str) -> str:
