@@ -6,7 +6,6 @@ clock, and the reports so far: the arbitrator is told these again and decides th
 # ruff: noqa: SLF001 - a job is kept whole, private state and all
 
 import time
-from collections import deque
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from dynamix.schemas.messages import Action, Report, Trace
 from dynamix.trainer.gradient.learning_rate import correct_second_moments
 
 KEPT_EVERY_S = 600.0
+DATA = ("_data", "_evaluated", "_test")
 
 
 class SampledCluster(VirtualCluster):
@@ -31,12 +31,10 @@ class SampledCluster(VirtualCluster):
     num_samples: int
     file: Path
     _past: list[list[Report]]
-    """Reports of all windows."""
-    _again: deque[list[Report]]
-    """Those that the arbitrator is to be told again."""
-    _is_again = False
+    _again: list[list[Report]]
+    """What is to be reported again, newest first; the actions and traces that follow it are known."""
+    _is_known = False
     _kept_s: float
-    """When the job was kept, or begun."""
 
     @property
     def over(self) -> bool:
@@ -45,43 +43,41 @@ class SampledCluster(VirtualCluster):
 
     def run_window(self) -> list[Report]:
         """Train k steps, or give the reports of k steps before the job was kept."""
-        self._is_again = bool(self._again)
+        self._is_known = bool(self._again)
         if self._again:
-            return self._again.popleft()
+            return self._again.pop()
         if time.monotonic() - self._kept_s > KEPT_EVERY_S:
             new = self.file.with_suffix(".new")
             torch.save(self, new, pickle_module=cloudpickle)
             new.replace(self.file)
             self._kept_s = time.monotonic()
-        reports = super().run_window()
-        self._past.append(reports)
-        return reports
+        self._past.append(super().run_window())
+        return self._past[-1]
 
     def offer(self, action: Action) -> None:
-        """Hand over an action, unless it was before the job was kept."""
-        if not self._is_again:
+        """Hand over an action that is not known."""
+        if not self._is_known:
             super().offer(action)
 
     def leave_trace(self, trace: Trace) -> None:
-        """Hand over a trace, unless it was before the job was kept."""
-        if not self._is_again:
+        """Hand over a trace that is not known."""
+        if not self._is_known:
             super().leave_trace(trace)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in {"_data", "_evaluated", "_test"}}
+        return {name: value for name, value in vars(self).items() if name not in DATA}
 
     @classmethod
     def begun(cls, file: Path, num_samples: int, *arguments: Any, **keywords: Any) -> Self:
         """The job as it was kept, or a new one; the other arguments are those of `VirtualCluster`."""
         made = cls(*arguments, **keywords)
-        made.file, made.num_samples, made._past, made._again = file, num_samples, [], deque()
+        made.file, made.num_samples, made._past = file, num_samples, []
         if file.exists():
             kept: Self = torch.load(file, weights_only=False)
-            kept._data, kept._evaluated, kept._test = made._data, made._evaluated, made._test
-            kept._again = deque(kept._past)
+            vars(kept).update({name: getattr(made, name) for name in DATA})
             kept._relink()
             made = kept
-        made._kept_s = time.monotonic()
+        made._again, made._kept_s = made._past[::-1], time.monotonic()
         return made
 
     def _relink(self) -> None:

@@ -33,7 +33,7 @@ from dynamix.cli.main import main as dynamix
 from dynamix.cli.terminal import ProgressLine
 from dynamix.lab.comparison.figure import CURVE_POINTS, mean_curve
 from dynamix.lab.comparison.rows import Tuned, parse_rows, read_tuned
-from dynamix.lab.comparison.runs import TYPICAL_RUN_S, Ledger, as_published, estimate, fill, plan
+from dynamix.lab.comparison.runs import Ledger, as_published, estimate, fill, plan
 from dynamix.lab.comparison.verdict import OutcomeTable, Verdict
 from dynamix.lab.learning import LearningUpdate, learn, plan_named
 from dynamix.lab.learning.trial import EXCHANGES, constant_times
@@ -96,7 +96,6 @@ SMOKE: Changes = {
     "time_limit_s": 6.0,
     "evaluate_every_s": 0.25,
 }
-SMOKE_SAMPLES = 10_000
 
 
 class Learning(NamedTuple):
@@ -134,8 +133,7 @@ class Experiment(NamedTuple):
     num_samples: int = 0
     """Each run ends when it has trained so many, in whatever time; 0: by time."""
     levels: tuple[float, ...] = ()
-    """Accuracies below the target whose times are shown as well, where runs end by samples."""
-    typical_run_s: float = TYPICAL_RUN_S
+    """Accuracies whose times are shown where runs end by samples."""
     panels: tuple[str, ...] = ()
     """Clusters whose accuracy is drawn over time."""
 
@@ -188,30 +186,25 @@ def _slow_network(**changes: Any) -> Changes:
     return {"network": network, "fixed_time_s": 60.0, "time_limit_s": 600.0, "evaluate_every_s": 1.0}
 
 
-def _paper(
-    about: str, name: str, num_samples: int, typical_run_s: float, levels: tuple[float, ...] = (0.6, 0.7), **job: Any
-) -> Experiment:
+def _paper(name: str, num_samples: int, levels: tuple[float, ...] = (0.6, 0.7, 0.75), **job: Any) -> Experiment:
     """The published agent is the shipped one: learned on Fashion-MNIST, not on these models, which would take days."""
     cluster = {"network": Network(), "noise_every": 10, "evaluation_samples": 1000, "evaluate_every_s": 1.0, **job}
-    cluster |= {"fixed_time_s": num_samples / 10_000, "time_limit_s": num_samples / 2000}
-    group = Group((), f"paper-{name}", PAPER_ROWS, cluster)
-    return Experiment(about, (), (group,), num_samples, levels, typical_run_s, (group.name,))
+    limits = {"fixed_time_s": num_samples / 10_000, "time_limit_s": num_samples / 2000, "target_accuracy": levels[-1]}
+    group = Group((), name, PAPER_ROWS, {**cluster, **limits})
+    return Experiment(f"{job['workload']}, in full", (), (group,), num_samples, levels, (name,))
 
 
 _TEXT = _paper(
-    *("a Transformer on a text, with AdamW", "transformer", 500_000, 600.0, (0.4, 0.45)),
+    *("paper-transformer", 500_000, (0.40, 0.45, 0.50)),
     **{key: TEXT[key] for key in ("workload", "optimizer", "base_global_batch_size", "initial_local_batch_size")},
     learning_rate=0.006,
-    target_accuracy=0.50,  # within 5 % of the best
     evaluate_every_s=0.5,
 )
-
-
-def _of_text(count: int) -> Group:
-    """Its rows on another number of workers, with as many looks at the accuracy."""
-    cluster = _TEXT.groups[0].cluster
-    changes = {"num_workers": count, "evaluate_every_s": 8 / count * cluster["evaluate_every_s"]}
-    return Group((count,), f"paper-transformer-{count}", PAPER_ROWS, {**cluster, **changes})
+_RESNET20 = {"workload": "cifar10-resnet20", "optimizer": "sgd", "learning_rate": 0.2, "weight_decay": 1e-4}
+"""The rate as published: 0.1 for 128 samples."""
+_VGG11 = {"workload": "cifar10-vgg11", "optimizer": "sgd", "learning_rate": 0.04, "weight_decay": 5e-4}
+"""It has no norm: at a rate of 0.1 it is at 20 % after 70,000 samples."""
+_VGG11_ADAM = {"workload": "cifar10-vgg11", "optimizer": "adam", "learning_rate": 0.0005}
 
 
 EXPERIMENTS: Mapping[str, Experiment] = {
@@ -271,32 +264,15 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     ),
     "reward": Experiment("why the published reward does what it does", ("reward",), _rewards()),
     "paper-transformer": _TEXT,
-    "paper-resnet20": _paper(  # as published: 0.1 for 128 samples
-        *("ResNet-20 on CIFAR-10, in full", "resnet20", 800_000, 2700.0),
-        workload="cifar10-resnet20",
-        learning_rate=0.2,
-        weight_decay=1e-4,
-        target_accuracy=0.75,
-    ),
-    "paper-vgg11": _paper(  # it has no norm: at 0.1 it is at 20 % after 70,000 samples
-        *("VGG11 on CIFAR-10, in full", "vgg11", 400_000, 4200.0),
-        workload="cifar10-vgg11",
-        learning_rate=0.04,
-        weight_decay=5e-4,
-        target_accuracy=0.75,
-    ),
-    "paper-vgg11-adam": _paper(
-        *("VGG11 on CIFAR-10 with Adam, in full", "vgg11-adam", 400_000, 4000.0),
-        workload="cifar10-vgg11",
-        optimizer="adam",
-        learning_rate=0.0005,
-        target_accuracy=0.75,
-    ),
+    "paper-resnet20": _paper("paper-resnet20", 800_000, **_RESNET20),
+    "paper-vgg11": _paper("paper-vgg11", 400_000, **_VGG11),
+    "paper-vgg11-adam": _paper("paper-vgg11-adam", 400_000, **_VGG11_ADAM),
     "paper-workers": _TEXT._replace(
-        about="that Transformer on 16 and 32 workers",
         titles=("workers",),
-        groups=[_of_text(16), _of_text(32)],
-        panels=(),
+        groups=[
+            Group((count,), f"paper-workers-{count}", PAPER_ROWS, {**_TEXT.groups[0].cluster, "num_workers": count})
+            for count in (16, 32)
+        ],
     ),
 }
 
@@ -399,12 +375,8 @@ class Laboratory:
         *,
         tuned: Tuned | None = None,
         num_samples: int = 0,
-        typical_run_s: float = TYPICAL_RUN_S,
     ) -> OutcomeTable:
-        """Run rows in scenarios under all seeds, to a number of samples if one is given.
-
-        `typical_run_s` of a core is expected of the first runs.
-        """
+        """Run rows in scenarios under all seeds, to a number of samples if one is given."""
         files = {policy: [run.path for run in runs] for policy, runs in learned.items()}
         suite = Suite(name="results", scenarios=tuple(scenarios))
         rows = parse_rows(",".join(map(_row_text, labels)), files)
@@ -415,12 +387,10 @@ class Laboratory:
             line.show(f"  {num_done}/{num_total} runs; newest: {newest}")
 
         with Ledger(self._directory / "runs.jsonl") as ledger:
-            print(f"  {estimate(cells, ledger, jobs=self._jobs, typical_run_s=typical_run_s)}", flush=True)
-            if self._known:
-                pass
-            elif num_samples:
+            if num_samples and not self._known:
                 run_to(num_samples, cells, ledger, self._directory, self._data)
-            else:
+            elif not self._known:
+                print(f"  {estimate(cells, ledger, jobs=self._jobs)}", flush=True)
                 fill(cells, ledger, jobs=self._jobs, data=self._data, on_progress=show)
             return OutcomeTable(suite.scenarios, cells, ledger, rows)
 
@@ -470,44 +440,35 @@ def run_experiment(name: str, experiment: Experiment, laboratory: Laboratory) ->
     rows, panels = list[list[Cell]](), list[Panel]()
     groups = experiment.groups[:1] if laboratory.scale.name == "smoke" and name == "workers" else experiment.groups
     notes = [f"Seeds 0 to {laboratory.scale.num_seeds - 1}, scale {laboratory.scale.name}; brackets: 95 % interval."]
-    num_samples = min(experiment.num_samples, SMOKE_SAMPLES if laboratory.scale.name == "smoke" else sys.maxsize)
+    num_samples = min(experiment.num_samples, 10_000 if laboratory.scale.name == "smoke" else sys.maxsize)
     for group in groups:
         scenario = laboratory.cluster(group.name, group.cluster)
-        levels = (*experiment.levels, scenario.target_accuracy)
         learned = {one.policy: laboratory.learned(one) for one in group.learned}
-        table = laboratory.compare(
-            *([scenario], group.rows, learned),
-            num_samples=num_samples,
-            typical_run_s=experiment.typical_run_s,
-        )
+        table = laboratory.compare([scenario], group.rows, learned, num_samples=num_samples)
         for label in (label for label in group.shown or group.rows if table.outcomes(label, [scenario.family])):
             own: list[Cell] = [*group.titles, *([] if group.shown else [label])]
-            rows.append([*own, *(_level_cells if num_samples else _cells)(table, label, scenario, levels)])
+            rows.append([*own, *(_level_cells if num_samples else _cells)(table, label, scenario, experiment.levels)])
         if group.name in experiment.panels:
             panels.append(_accuracy_panel(table, group.rows, scenario))
     titles = [*experiment.titles, *([] if experiment.groups[0].shown else ["policy"])]
     columns = [*COLUMNS, f"time vs {BASE}"]
     if num_samples:
         notes.append(f"Times are those to a validation accuracy; each run ended after {num_samples:,} samples.")
-        columns = [f"{what}{level:.0%}" for what in ("s to ", f"vs {BASE} to ") for level in levels]
+        columns = [f"{what}{level:.0%}" for what in ("s to ", f"vs {BASE} to ") for level in experiment.levels]
         columns += ["test accuracy", "s in all", "mean local batch"]
     return Table(name, [*titles, *columns], rows, notes), panels
 
 
 def _level_cells(table: OutcomeTable, label: str, scenario: Scenario, levels: Sequence[float]) -> list[Cell]:
-    """Times to some accuracies, and their ratios; nothing where a run did not get there."""
+    """Median times to some accuracies, and their ratios; nothing where a run did not get there."""
+
+    def reached(run: RunOutcome, level: float) -> float:
+        return next((at.time_s for at in run.evaluations if at.accuracy >= level), math.nan)
+
     runs, base = (table.outcomes(row, [scenario.family]) for row in (label, BASE))
-
-    def times(of: Sequence[RunOutcome], level: float) -> list[float]:
-        return [next((at.time_s for at in run.evaluations if at.accuracy >= level), math.nan) for run in of]
-
-    found = [times(runs, level) for level in levels]
-    ratios = [
-        np.exp(np.mean(np.log(own) - np.log(times(base, level)))) if len(own) == len(base) else math.nan
-        for own, level in zip(found, levels, strict=True)
-    ]
+    own, those = (np.median([[reached(run, at) for at in levels] for run in of], 0) for of in (runs, base))
     return [
-        *(None if math.isnan(value) else float(value) for value in (*map(np.median, found), *ratios)),
+        *(None if math.isnan(one) else float(one) for one in (*own, *own / those)),
         _interval(table.mean(label, [scenario.family], lambda run: run.test_accuracy)),
         statistics.fmean(run.virtual_time_s for run in runs),
         statistics.fmean(run.samples_seen / run.num_steps / scenario.world_size for run in runs),
