@@ -200,11 +200,11 @@ _TEXT = _paper(
     learning_rate=0.006,
     evaluate_every_s=0.5,
 )
-_RESNET20 = {"workload": "cifar10-resnet20", "optimizer": "sgd", "learning_rate": 0.2, "weight_decay": 1e-4}
+_RESNET20: Changes = {"workload": "cifar10-resnet20", "optimizer": "sgd", "learning_rate": 0.2, "weight_decay": 1e-4}
 """The rate as published: 0.1 for 128 samples."""
-_VGG11 = {"workload": "cifar10-vgg11", "optimizer": "sgd", "learning_rate": 0.04, "weight_decay": 5e-4}
+_VGG11: Changes = {"workload": "cifar10-vgg11", "optimizer": "sgd", "learning_rate": 0.04, "weight_decay": 5e-4}
 """It has no norm: at a rate of 0.1 it is at 20 % after 70,000 samples."""
-_VGG11_ADAM = {"workload": "cifar10-vgg11", "optimizer": "adam", "learning_rate": 0.0005}
+_VGG11_ADAM: Changes = {"workload": "cifar10-vgg11", "optimizer": "adam", "learning_rate": 0.0005}
 
 
 EXPERIMENTS: Mapping[str, Experiment] = {
