@@ -86,7 +86,9 @@ def _resume_smaller(_rank: int, state: dict[str, Any]) -> dict[str, Any]:
     return {"used": used, "first": first, "steps": session.num_reference_steps, "state": again}
 
 
-def test_a_job_that_loses_a_rank_keeps_its_global_batch_and_its_place_in_the_data() -> None:
+def test_a_job_that_loses_a_rank_keeps_its_global_batch_and_its_place_in_the_data(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     state = run_ranks(_save, 3)[0]
     results = run_ranks(_resume_smaller, 2, state)
     assert all(result["first"] == (30, 30) for result in results)
@@ -94,6 +96,10 @@ def test_a_job_that_loses_a_rank_keeps_its_global_batch_and_its_place_in_the_dat
     assert len(set(results[0]["used"]) | set(results[1]["used"])) == 120
     assert results[0]["steps"] == 5  # counted in the batch that the script was written for
     assert all(sum(result["first"]) == 60 for result in run_ranks(_resume_smaller, 2, results[0]["state"]))
+    session = begin_job(Numbered(300), make_model(), **SHRINKING)[0]  # one rank has at most twice its size
+    session.load_state_dict(state)
+    assert session.global_batch_size == 40
+    assert "has 40 samples instead of 60" in caplog.text
 
 
 def test_a_resumed_run_that_is_asked_for_the_epochs_that_are_left_is_warned(caplog: pytest.LogCaptureFixture) -> None:

@@ -210,6 +210,10 @@ def _refused(_rank: int) -> None:
         with pytest.raises(RuntimeError, match="a second sharded model is trained"):
             second(batch[0])
         train_step(session, model, optimizer, batch)
+    late = sharded("nodes")
+    late(batch[0]).sum().backward()
+    with pytest.raises(RuntimeError, match="a second sharded model is trained"):
+        torch.optim.SGD(late.parameters(), lr=0.1).step()
     session.close()
 
 

@@ -745,7 +745,14 @@ def _restore_schedule(run: Run, state: dict[str, Any], step: int, *, is_same_wor
     if not is_same_world or not (is_same_script or options.global_batch == "adaptive"):
         saved = options.local_batch_sizes if is_same_world else entries[0][1].local_batch_sizes
         lower = [min(options.min_local_batch_size, cap) for cap in caps]
-        run.schedule.reset(step, now.with_sizes(apportion(sum(saved), now.local_batch_sizes, lower, caps)))
+        allocation = now.with_sizes(apportion(sum(saved), now.local_batch_sizes, lower, caps))
+        if allocation.global_batch_size != sum(saved) and run.place.rank == 0:
+            _log.warning(
+                "after this resume a step has %d samples instead of %d, since the bounds of %d ranks permit no other "
+                "sum: set max_local_batch_size and min_local_batch_size in attach to permit it, or choose other ranks",
+                *(allocation.global_batch_size, sum(saved), len(caps)),
+            )
+        run.schedule.reset(step, allocation)
         return
     keeps = state["decided_by"] == _policy_of(run) and options.supports_exchange
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # = dist.GradBucket, which torch's own stubs do not know
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from dynamix.trainer.data.plan import MicroBatch, StepPlan
@@ -517,6 +518,12 @@ class _HookPlace:
         return self.hook.reduce(bucket)
 
 
+OTHER = (
+    "a second {} model is trained, which the session does not weigh: pass all models and optimizers to attach as "
+    "lists, or call session.cover(model, optimizer); one that has batches of its own, equally long on all ranks, is "
+    "left alone after session.ignore(model)"
+)
+
 _places: "weakref.WeakKeyDictionary[torch.nn.Module, _HookPlace]" = weakref.WeakKeyDictionary()
 """The hook of each model that was ever covered."""
 
@@ -573,6 +580,8 @@ class CoveredModels:
         self._batch: MicroBatch | None = None
         self._handles: list[RemovableHandle] = []
         self._ignored: list[torch.nn.Module] = []
+        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Optimizers that update no model that is sharded and not covered."""
         self.unshared: list[DistributedDataParallel] = []
         """Models whose buffers DDP does not broadcast until `broadcast_buffers`."""
 
@@ -616,6 +625,17 @@ class CoveredModels:
                 isinstance(found, DistributedDataParallel) or hasattr(type(found), "_get_fsdp_state")
             ):
                 self._watch(found)
+        self._handles.append(register_optimizer_step_pre_hook(_SessionHook(self, CoveredModels.check_optimizer)))
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Refuse the first update of a model that was sharded since: `fully_shard` tells nobody."""
+        if optimizer in self._seen:
+            return
+        known = {id(each) for model in (*self.models, *self._ignored) for each in model.parameters()}
+        given = [each for group in optimizer.param_groups for each in group["params"]]
+        if any(hasattr(each, "placements") and id(each) not in known for each in given):
+            raise RuntimeError(OTHER.format("sharded"))
+        self._seen.add(optimizer)
 
     def ignore(self, model: torch.nn.Module) -> None:
         """Do not refuse a model that is not covered."""
@@ -633,12 +653,7 @@ class CoveredModels:
     def refuse(self, model: torch.nn.Module, _inputs: Any = None) -> None:
         """Raise RuntimeError when the model is trained and still not covered."""
         if model.training and torch.is_grad_enabled() and not self._covers(model):
-            raise RuntimeError(
-                f"a second {'sharded' if is_sharded(model) else 'DistributedDataParallel'} model is trained, which the "
-                "session does not weigh: pass all models and optimizers to attach as lists, or call "
-                "session.cover(model, optimizer); one that has batches of its own, equally long on all ranks, is left "
-                "alone after session.ignore(model)"
-            )
+            raise RuntimeError(OTHER.format("sharded" if is_sharded(model) else "DistributedDataParallel"))
 
     def _covers(self, model: torch.nn.Module) -> bool:
         """Whether it is covered or ignored; of a sharded model every part is one by its type."""
