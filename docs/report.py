@@ -21,7 +21,7 @@ PAGES = (ROOT / "README.md", ROOT / "docs/report.md")
 UNEVEN = ("unequal-processors", "slow-link", "slow-links", "slow-down")
 TITLES = {
     "unequal-processors": "one slow processor", "slow-link": "one slow link", "slow-links": "slow links",
-    "slow-down": "slow-down in mid-run", "equal": "nothing slow", "heterogeneous": "all uneven",
+    "slow-down": "later slow-down", "equal": "nothing slow", "heterogeneous": "all uneven",
     "homogeneous (control)": "all equal", "best-static+track": "best static, divided", "adam-links-6": "Adam",
     "wide-area-8": "10 ms latency", "rate-8": "lower learning rate", "campus-5": "one slow link", "conv-5": "CNN",
     "office-6": "100 Mbit/s", "backup-hours-8": "congestion", "tenants-slow-8": "tenants, slow links",
@@ -139,7 +139,7 @@ class Figure(NamedTuple):
         labels = list(dict.fromkeys(label for panel in self.panels.values() for label in panel))
         ends = [1.0, *(end for panel in self.panels.values() for one in panel.values() if one for end in one if end)]
         num_rows, ticks = -(-len(self.panels) // 5), [0.1, 0.2, 0.5, 1.0, 2.0, 5.0]
-        canvas = Canvas(figsize=(7.2, num_rows * (0.5 + 0.17 * len(labels)) + 0.25), layout="constrained")
+        canvas = Canvas(figsize=(6.6, num_rows * (0.5 + 0.17 * len(labels)) + 0.25), layout="constrained")
         shape = num_rows, -(-len(self.panels) // num_rows)
         grid = [*canvas.subplots(*shape, sharex=True, sharey=True, squeeze=False).flat]
         for axes, (title, panel) in zip(grid, self.panels.items(), strict=False):
