@@ -18,6 +18,7 @@ from bench.harness import Interval, Table, mean_of
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results"
 PAGES = (ROOT / "README.md", ROOT / "docs/report.md")
+BASES = (("rule", "static"), ("rule", "goodput"), ("rule-local", "rule"))
 UNEVEN = ("unequal-processors", "slow-link", "slow-links", "slow-down")
 TITLES = {
     "unequal-processors": "one slow processor", "slow-link": "one slow link", "slow-links": "slow links",
@@ -27,7 +28,8 @@ TITLES = {
     "office-6": "100 Mbit/s", "backup-hours-8": "congestion", "tenants-slow-8": "tenants, slow links",
     "8": "8 workers", "16": "16 workers", "32": "32 workers", "64": "64 workers", "128": "128 workers",
     "n32": "32 workers", "n128": "128 workers", "model": "other model", "unseen-mix": "unseen mix",
-    "tenants-10": "tenants", "calm-10": "calm", "rule:exchange=exact": "over rule with exact gradients",
+    "tenants-10": "tenants", "calm-10": "calm", "paper-workers": "transformer, workers",
+    "rule:exchange=exact": "over rule with exact gradients",
     "static:track=1,every=4,codec=int8:exchange=local size 64": "over 4 local steps, int8, 64 samples",
 }  # fmt: skip
 COLORS = {
@@ -62,7 +64,7 @@ class Results:
         """The figure in the row whose first cells are these, in the column that comes last."""
         *keys, column = place
         for row in self.rows:
-            if [*row.values()][: len(keys)] == keys and row[column]:
+            if [*row.values()][: len(keys)] == keys and row.get(column):
                 ends = (row.get(f"{column} {end}", row.get(end)) for end in ("low", "high"))
                 return Interval(float(row[column]), *(float(end) if end else None for end in ends))
         return None
@@ -78,12 +80,12 @@ class Clocks(Results):
             rows = {row["arm"]: row["time to target, s"] for row in self.rows if row["case"] == part}
             if arm in rows and base in rows:
                 times = ([float(time.strip(" >")) for time in rows[one].split("/")] for one in (arm, base))
-                logs += [math.log(ours / theirs) for ours, theirs in zip(*times, strict=True)]
+                logs += [math.log(ours / theirs) for ours, theirs in zip(*times, strict=False)]
         mean = mean_of(logs) if logs else None
         return mean and Interval(math.exp(mean.value), *(end and math.exp(end) for end in mean[1:]))
 
 
-CLOCKS, CALM, OTHERS = Clocks("cluster", "cluster-short"), Clocks("cluster-equal"), Clocks("others")
+CLOCKS, CALM, OTHERS = Clocks("cluster", "cluster-short"), Clocks("cluster-equal"), Results("others")
 HELDOUT, LINKS, WORKERS = Results("heldout"), Results("links-heldout"), Results("workers")
 PAPER = ("static", *sorted(path.stem for path in RESULTS.glob("paper-*.csv")))
 
@@ -98,9 +100,9 @@ def paper(column: str) -> Panels:
     found: Panels = {}
     for name in PAPER:
         table = Results(name)
-        for row in table.rows:
+        for row in (row for row in table.rows if "policy" in row):
             part = [*row.values()][: [*row].index("policy")]
-            job = " ".join([name.removeprefix("paper-").replace("static", "small CNN"), *part])
+            job = " ".join([TITLES.get(name, name.removeprefix("paper-").replace("static", "small CNN")), *part])
             title = f"{job}, {row['missed'].split()[-1]} seeds".replace(" 1 seeds", " 1 seed")
             found.setdefault(title, {})[row["policy"]] = table.at(*part, row["policy"], column)
     return found
@@ -173,6 +175,7 @@ def figures() -> dict[str, Figure]:
     arms = ("static", "proportional", "goodput", "split", "rule", "static-local", "rule-local")
     policies = ("best-static+track", "omnilearn", "doubling", "noise-scale", "goodput", "rule", "oracle")
     over, virtual, local = "time to the target over that of", "python -m bench.virtual --only", "rule:exchange=local"
+    lines = [f"{row['arm']} ({row['changed lines']})" for row in OTHERS.rows if row["arm"] != "plain"]
     found = {
         "clocks": Figure(
             *("Real clocks, six seeds; nothing slow: `split` 32 pairs, `rule` 16", "make cluster"),
@@ -180,8 +183,9 @@ def figures() -> dict[str, Figure]:
             panels((*UNEVEN, "equal"), arms, clock),
         ),
         "others": Figure(
-            *("Other people's programs on the same hosts", "make others", ("others",), f"{over} plain DDP"),
-            panels(OTHERS.names("case"), OTHERS.names("arm")[1:], OTHERS.over),
+            *("Other people's programs; in brackets the lines to change", "make others", ("others",)),
+            f"{over} plain DDP",
+            panels(OTHERS.names("case"), lines, lambda case, arm: OTHERS.at(case, arm.split()[0], "vs plain")),
         ),
         "heldout": Figure(
             *("Held-out virtual clusters, six seeds", f"{virtual} heldout", ("heldout",)),
@@ -219,18 +223,16 @@ def blocks() -> dict[str, str]:
         files = ", ".join(f"[{table}](results/{table}.csv)" for table in figure.tables)
         words = fill(f"**Figure {number}.** {figure.says}. `{figure.command}`: {files}", 120, break_on_hyphens=False)
         found[name] = f"![Figure {number}](results/report-{name}.svg)\n\n{words}"
-    local, ours = "rule-local", CLOCKS.names("arm")
-    theirs = {f"`{one['arm']}` ({one['changed lines']})": one["arm"] for one in OTHERS.rows if one["arm"] not in ours}
-    if theirs:
-        rows = panels(theirs, OTHERS.names("case"), lambda row, case: OTHERS.over(case, theirs[row], local))
-        found["others"] += f"\n\n{table('time over `rule-local` (changed lines)', rows)}"
-    bases = zip(["rule"] * 3 + [local] * 2, ["static", "proportional", "goodput", "static-local", "rule"], strict=True)
-    pairs = {f"`{arm}` over `{base}`": (arm, base) for arm, base in bases}
+    for case in OTHERS.names("case"):
+        arms = sorted((one.value, arm) for arm in OTHERS.names("arm") if (one := OTHERS.at(case, arm, "vs plain")))
+        ours = next((arm for _, arm in arms if arm.startswith(("rule", "split"))), "plain")
+        theirs = next((arm for _, arm in arms if arm not in CLOCKS.names("arm")), "plain")
+        found["others"] += f"\n\n- {TITLES.get(case, case)}: `{theirs}`, the fastest of theirs, over our `{ours}`: "
+        found["others"] += written(OTHERS.at(case, theirs, f"vs {ours}"))
+    pairs = {f"`{arm}` over `{base}`": (arm, base) for arm, base in BASES}
     found["bases"] = table("time", panels(pairs, UNEVEN, lambda row, case: clock(case, *pairs[row])))
-    found["accuracies"] = table(
-        "test accuracy at the end", paper("test accuracy"), lambda one: f"{one.value:.1%}" if one else "-"
-    )
-    reached = [sorted(one.value for case in UNEVEN if (one := clock(case, arm))) for arm in ("rule", local)]
+    found["accuracies"] = table("accuracy", paper("test accuracy"), lambda one: f"{one.value:.1%}" if one else "-")
+    reached = [sorted(one.value for case in UNEVEN if (one := clock(case, arm))) for arm in ("rule", "rule-local")]
     spans = [f"{least:.2f} to {most:.2f}" for least, *_, most in reached]
     found["summary"] = fill(SUMMARY.format(*spans, *(written(clock("equal", arm)) for arm in ("split", "rule"))), 120)
     return found
