@@ -277,6 +277,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     limit_s: float
     """Training time after which the run was ended."""
     points: list[Point]
+    """Empty: the program failed."""
 
     @property
     def counted_s(self) -> float:
@@ -284,6 +285,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         return self.limit_s if self.reached_s is None else self.reached_s
 
     def __str__(self) -> str:
+        if not self.points:
+            return "failed"
         return f"> {self.limit_s:.0f}" if self.reached_s is None else f"{self.reached_s:.1f}"
 
 
@@ -814,7 +817,13 @@ class Keeper:
             known = msgspec.json.decode(path.read_bytes(), type=Outcome)
             if known.reached_s is not None or known.limit_s >= limit_s or is_behind(known.points, points):
                 return known
-        outcome = self._runner.run(wanted, limit_s, points)
+        try:
+            outcome = self._runner.run(wanted, limit_s, points)
+        except BenchmarkError as error:
+            if not arm.program:
+                raise
+            sys.stderr.write(f"{error}\n")  # another's program that fails has missed the target
+            outcome = Outcome(reached_s=None, limit_s=limit_s, points=[])
         part = path.with_suffix(".part")
         part.write_bytes(msgspec.json.encode(outcome))
         part.replace(path)  # whole, or not at all
@@ -860,7 +869,7 @@ def ratio_of(found: CaseOutcomes, name: str, base: str) -> Interval | None:
 
 def report_of(found: Sequence[CaseOutcomes], name: str, target: float, note: str) -> Report:
     """Tables, targets and curves."""
-    known = ("plain", "static", "goodput", "proportional", "rule")
+    known = ("plain", "static", "goodput", "proportional", "rule", "rule-local")
     bases = [base for base in known if any(base in one.outcomes for one in found)]
     columns = ["case", "arm", "setting", "time to target, s", "changed lines", *(f"vs {base}" for base in bases)]
     rows, tried, targets, panels = list[list[Cell]](), list[list[Cell]](), list[Target](), list[Panel]()
@@ -875,7 +884,11 @@ def report_of(found: Sequence[CaseOutcomes], name: str, target: float, note: str
             ratio = ratio_of(one, arm, base)
             if ratio is not None:
                 targets.append(Target(f"{one.case.name}: {arm} / {base}", ratio.value, at_most=limit))
-        curves = {arm: [(at.trained_s, at.accuracy) for at in runs[0].points] for arm, runs in one.outcomes.items()}
+        curves = {
+            arm: [(at.trained_s, at.accuracy) for at in runs[0].points]
+            for arm, runs in one.outcomes.items()
+            if runs[0].points
+        }
         panels.append(Panel(one.case.title, "training time [s]", "held-out accuracy", dict(curves), limit=target))
     table = Table(name, columns, rows, [note])
     searched = [Table(f"{name}-searched", columns[:4], tried)] if tried else []
