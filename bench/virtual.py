@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 from bench.harness import ROOT, BenchmarkError, Cell, Interval, Panel, Table, draw
+from bench.paper import run_to
 from scipy.stats import spearmanr
 
 from dynamix.arbitrator.learned.policy_file import PPOSettings
@@ -32,11 +33,11 @@ from dynamix.cli.main import main as dynamix
 from dynamix.cli.terminal import ProgressLine
 from dynamix.lab.comparison.figure import CURVE_POINTS, mean_curve
 from dynamix.lab.comparison.rows import Tuned, parse_rows, read_tuned
-from dynamix.lab.comparison.runs import TYPICAL_RUN_S, Ledger, as_published, estimate, fill, plan
+from dynamix.lab.comparison.runs import Ledger, as_published, estimate, fill, plan
 from dynamix.lab.comparison.verdict import OutcomeTable, Verdict
 from dynamix.lab.learning import LearningUpdate, learn, plan_named
 from dynamix.lab.learning.trial import EXCHANGES, constant_times
-from dynamix.lab.simulator.episode import code_digest
+from dynamix.lab.simulator.episode import RunOutcome, code_digest
 from dynamix.lab.simulator.scenario import (
     TUNED_FILE,
     Network,
@@ -69,6 +70,8 @@ STATICS = ("static@32", "static@64", "static@128")
 ROWS = (BASE, "random", "goodput", "rule")
 LEARNED_ROWS = (BASE, "static@32", "static@128", "random", "rule")
 PAPER, OURS = "ppo-paper", "ppo"
+PAPER_ROWS = (BASE, "rule", "rule/exchange=local", "static@32", "static@128", PAPER)
+"""In the order to run them."""
 IMAGE: Changes = {"workload": "fashion-14-cnn", "target_accuracy": 0.82, "time_limit_s": 90.0}
 """Stands in for VGG11 on CIFAR-10, whose step takes seconds on a core; `paper-vgg11` is that."""
 ADAM: Changes = {"optimizer": "adam"}
@@ -127,9 +130,10 @@ class Experiment(NamedTuple):
     titles: tuple[str, ...]
     """Headings of the groups' titles."""
     groups: Sequence[Group]
-    reference_s: float = 0.0
-    """Where it is given, the target is what `BASE` reaches in that time under a seed of its own, in whole percent."""
-    typical_run_s: float = TYPICAL_RUN_S
+    num_samples: int = 0
+    """Each run ends when it has trained so many, in whatever time; 0: by time."""
+    levels: tuple[float, ...] = ()
+    """Accuracies whose times are shown where runs end by samples."""
     panels: tuple[str, ...] = ()
     """Clusters whose accuracy is drawn over time."""
 
@@ -182,16 +186,25 @@ def _slow_network(**changes: Any) -> Changes:
     return {"network": network, "fixed_time_s": 60.0, "time_limit_s": 600.0, "evaluate_every_s": 1.0}
 
 
-def _paper(about: str, name: str, reference_s: float, typical_run_s: float, **job: Any) -> Experiment:
-    cluster = {
-        "network": Network(),
-        "fixed_time_s": reference_s / 4,
-        "time_limit_s": 3 * reference_s,
-        "evaluate_every_s": reference_s / 40,
-        **job,
-    }
-    group = Group((), f"paper-{name}", (*STATICS, "rule"), cluster)
-    return Experiment(about, (), [group], reference_s, typical_run_s, (f"paper-{name}",))
+def _paper(name: str, num_samples: int, levels: tuple[float, ...] = (0.6, 0.7, 0.75), **job: Any) -> Experiment:
+    """The published agent is the shipped one: learned on Fashion-MNIST, not on these models, which would take days."""
+    cluster = {"network": Network(), "noise_every": 10, "evaluation_samples": 1000, "evaluate_every_s": 1.0, **job}
+    limits = {"fixed_time_s": num_samples / 10_000, "time_limit_s": num_samples / 2000, "target_accuracy": levels[-1]}
+    group = Group((), name, PAPER_ROWS, {**cluster, **limits})
+    return Experiment(f"{job['workload']}, in full", (), (group,), num_samples, levels, (name,))
+
+
+_TEXT = _paper(
+    *("paper-transformer", 500_000, (0.40, 0.45, 0.50)),
+    **{key: TEXT[key] for key in ("workload", "optimizer", "base_global_batch_size", "initial_local_batch_size")},
+    learning_rate=0.006,
+    evaluate_every_s=0.5,
+)
+_RESNET20: Changes = {"workload": "cifar10-resnet20", "optimizer": "sgd", "learning_rate": 0.2, "weight_decay": 1e-4}
+"""The rate as published: 0.1 for 128 samples."""
+_VGG11: Changes = {"workload": "cifar10-vgg11", "optimizer": "sgd", "learning_rate": 0.04, "weight_decay": 5e-4}
+"""It has no norm: at a rate of 0.1 it is at 20 % after 70,000 samples."""
+_VGG11_ADAM: Changes = {"workload": "cifar10-vgg11", "optimizer": "adam", "learning_rate": 0.0005}
 
 
 EXPERIMENTS: Mapping[str, Experiment] = {
@@ -250,21 +263,16 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         ],
     ),
     "reward": Experiment("why the published reward does what it does", ("reward",), _rewards()),
-    "paper-vgg11": _paper(  # it has no norm: at the 0.1 of the others it is at 20 % after 70,000 samples
-        *("VGG11 on CIFAR-10, in full", "vgg11", 25.0, 1000.0),
-        workload="cifar10-vgg11",
-        learning_rate=0.04,
-        evaluation_samples=1000,
-    ),
-    "paper-resnet20": _paper(
-        *("ResNet-20 on CIFAR-10, in full", "resnet20", 12.0, 450.0),
-        workload="cifar10-resnet20",
-        evaluation_samples=1000,
-    ),
-    "paper-transformer": _paper(
-        *("a Transformer on a text, with AdamW", "transformer", 20.0, 250.0),
-        workload="text-transformer",
-        optimizer="adamw",
+    "paper-transformer": _TEXT,
+    "paper-resnet20": _paper("paper-resnet20", 800_000, **_RESNET20),
+    "paper-vgg11": _paper("paper-vgg11", 400_000, **_VGG11),
+    "paper-vgg11-adam": _paper("paper-vgg11-adam", 400_000, **_VGG11_ADAM),
+    "paper-workers": _TEXT._replace(
+        titles=("workers",),
+        groups=[
+            Group((count,), f"paper-workers-{count}", PAPER_ROWS, {**_TEXT.groups[0].cluster, "num_workers": count})
+            for count in (16, 32)
+        ],
     ),
 }
 
@@ -322,8 +330,9 @@ class LearningRun(NamedTuple):
 class Laboratory:
     """Runs episodes and learns policies; what was done before is not done again."""
 
-    def __init__(self, scale: Scale, directory: Path, jobs: int, data: Path | None) -> None:
-        self.scale, self._directory, self._jobs, self._data = scale, directory, jobs, data
+    def __init__(self, scale: Scale, directory: Path, jobs: int, data: Path | None, *, known: bool = False) -> None:
+        """`known`: nothing is run, tables have what was run before."""
+        self.scale, self._directory, self._jobs, self._data, self._known = scale, directory, jobs, data, known
         chosen = scenario_root() / TUNED_FILE
         self.tuned_by_family = read_tuned(chosen) if chosen.exists() else Tuned()
         """What `dynamix evaluate tune` chose, for experiments on its own scenarios."""
@@ -365,22 +374,24 @@ class Laboratory:
         learned: Mapping[str, Sequence[LearningRun]] = MappingProxyType({}),
         *,
         tuned: Tuned | None = None,
-        seeds: Sequence[int] = (),
-        typical_run_s: float = TYPICAL_RUN_S,
+        num_samples: int = 0,
     ) -> OutcomeTable:
-        """Run rows in scenarios under all seeds; `typical_run_s` of a core is expected of the first runs."""
+        """Run rows in scenarios under all seeds, to a number of samples if one is given."""
         files = {policy: [run.path for run in runs] for policy, runs in learned.items()}
         suite = Suite(name="results", scenarios=tuple(scenarios))
         rows = parse_rows(",".join(map(_row_text, labels)), files)
-        cells = plan(suite, rows, seeds or range(self.scale.num_seeds), tuned or self._tuned)
+        cells = plan(suite, rows, range(self.scale.num_seeds), tuned or self._tuned)
         line = ProgressLine(30.0)
 
         def show(num_done: int, num_total: int, newest: str) -> None:
             line.show(f"  {num_done}/{num_total} runs; newest: {newest}")
 
         with Ledger(self._directory / "runs.jsonl") as ledger:
-            print(f"  {estimate(cells, ledger, jobs=self._jobs, typical_run_s=typical_run_s)}", flush=True)
-            fill(cells, ledger, jobs=self._jobs, data=self._data, on_progress=show)
+            if num_samples and not self._known:
+                run_to(num_samples, cells, ledger, self._directory, self._data)
+            elif not self._known:
+                print(f"  {estimate(cells, ledger, jobs=self._jobs)}", flush=True)
+                fill(cells, ledger, jobs=self._jobs, data=self._data, on_progress=show)
             return OutcomeTable(suite.scenarios, cells, ledger, rows)
 
     def learned(self, wanted: Learning) -> list[LearningRun]:
@@ -408,6 +419,7 @@ class Laboratory:
 
 def _row_text(label: str) -> str:
     """What `dynamix evaluate` takes for a row, from its label in tables: `goodput+track@32`."""
+    label, _, exchange = label.partition("/exchange=")
     head, _, size = label.partition("@")
     name, _, options = head.partition(":")
     name, track, _ = name.partition("+track")
@@ -415,6 +427,7 @@ def _row_text(label: str) -> str:
         *(["track=1"] if track else []),
         *([options] if options else []),
         *([f"local_batch_size={size}"] if size else []),
+        *([f"exchange={exchange}"] if exchange else []),
     ]
     return f"{name}:{','.join(keys)}" if keys else name
 
@@ -427,39 +440,42 @@ def run_experiment(name: str, experiment: Experiment, laboratory: Laboratory) ->
     rows, panels = list[list[Cell]](), list[Panel]()
     groups = experiment.groups[:1] if laboratory.scale.name == "smoke" and name == "workers" else experiment.groups
     notes = [f"Seeds 0 to {laboratory.scale.num_seeds - 1}, scale {laboratory.scale.name}; brackets: 95 % interval."]
+    num_samples = min(experiment.num_samples, 10_000 if laboratory.scale.name == "smoke" else sys.maxsize)
     for group in groups:
         scenario = laboratory.cluster(group.name, group.cluster)
-        if experiment.reference_s:
-            scenario = _with_target(scenario, experiment, laboratory)
-            notes.append(
-                f"Target: {scenario.target_accuracy:.0%}, what {BASE} reached in {experiment.reference_s:g} s."
-            )
         learned = {one.policy: laboratory.learned(one) for one in group.learned}
-        table = laboratory.compare([scenario], group.rows, learned, typical_run_s=experiment.typical_run_s)
-        for label in group.shown or group.rows:
+        table = laboratory.compare([scenario], group.rows, learned, num_samples=num_samples)
+        for label in (label for label in group.shown or group.rows if table.outcomes(label, [scenario.family])):
             own: list[Cell] = [*group.titles, *([] if group.shown else [label])]
-            rows.append([*own, *_cells(table, label, scenario)])
+            rows.append([*own, *(_level_cells if num_samples else _cells)(table, label, scenario, experiment.levels)])
         if group.name in experiment.panels:
             panels.append(_accuracy_panel(table, group.rows, scenario))
     titles = [*experiment.titles, *([] if experiment.groups[0].shown else ["policy"])]
-    return Table(name, [*titles, *COLUMNS, f"time vs {BASE}"], rows, notes), panels
+    columns = [*COLUMNS, f"time vs {BASE}"]
+    if num_samples:
+        notes.append(f"Times are those to a validation accuracy; each run ended after {num_samples:,} samples.")
+        columns = [f"{what}{level:.0%}" for what in ("s to ", f"vs {BASE} to ") for level in experiment.levels]
+        columns += ["test accuracy", "s in all", "mean local batch"]
+    return Table(name, [*titles, *columns], rows, notes), panels
 
 
-def _with_target(scenario: Scenario, experiment: Experiment, laboratory: Laboratory) -> Scenario:
-    reference = msgspec.structs.replace(
-        scenario,
-        name=f"{scenario.name}-reference",
-        target_accuracy=1.0,
-        fixed_time_s=scenario.time_limit_s / 3,
-        time_limit_s=scenario.time_limit_s / 3,
-    )
-    seeds = [100]  # no row is run under it
-    table = laboratory.compare([reference], [BASE], seeds=seeds, typical_run_s=experiment.typical_run_s)
-    (run,) = table.outcomes(BASE, [scenario.family])
-    return msgspec.structs.replace(scenario, target_accuracy=math.floor(100 * run.evaluations[-1].accuracy) / 100)
+def _level_cells(table: OutcomeTable, label: str, scenario: Scenario, levels: Sequence[float]) -> list[Cell]:
+    """Median times to some accuracies, and their ratios; nothing where a run did not get there."""
+
+    def reached(run: RunOutcome, level: float) -> float:
+        return next((at.time_s for at in run.evaluations if at.accuracy >= level), math.nan)
+
+    runs, base = (table.outcomes(row, [scenario.family]) for row in (label, BASE))
+    own, those = (np.median([[reached(run, at) for at in levels] for run in of], 0) for of in (runs, base))
+    return [
+        *(None if math.isnan(one) else float(one) for one in (*own, *own / those)),
+        _interval(table.mean(label, [scenario.family], lambda run: run.test_accuracy)),
+        statistics.fmean(run.virtual_time_s for run in runs),
+        statistics.fmean(run.samples_seen / run.num_steps / scenario.world_size for run in runs),
+    ]
 
 
-def _cells(table: OutcomeTable, label: str, scenario: Scenario) -> list[Cell]:
+def _cells(table: OutcomeTable, label: str, scenario: Scenario, _: Sequence[float]) -> list[Cell]:
     families = [scenario.family]
     outcomes = table.outcomes(label, families)
     sizes = [run.samples_seen / run.num_steps / scenario.world_size for run in outcomes]
@@ -481,7 +497,8 @@ def _accuracy_panel(table: OutcomeTable, labels: Sequence[str], scenario: Scenar
     """Mean validation accuracy over virtual time."""
     curves: dict[str, Sequence[tuple[float, float]]] = {}
     for label in labels:
-        runs = [curve for curve in table.curves(label, scenario.name) if curve]
+        if not (runs := [curve for curve in table.curves(label, scenario.name) if curve]):
+            continue
         times_s = np.linspace(0, max(curve[-1][0] for curve in runs), CURVE_POINTS)
         curves[label] = list(zip(times_s.tolist(), mean_curve(runs, times_s).tolist(), strict=True))
     return Panel(scenario.name, "virtual time [s]", "validation accuracy", curves, limit=scenario.target_accuracy)
@@ -598,10 +615,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument("--data", type=Path, help="directory with the data sets (default: the usual places)")
     made.add_argument("--csv", type=Path, default=ROOT / "docs" / "results", help="(default: docs/results)")
     made.add_argument("--work", type=Path, default=ROOT / "out" / "virtual", help="keeps runs (default: out/virtual)")
+    made.add_argument("--known", action="store_true", help="run nothing: the rows that were run before")
     options = made.parse_args(arguments)
     scale = SCALES[options.scale]
     scale = scale._replace(num_seeds=options.seeds or scale.num_seeds)
-    laboratory = Laboratory(scale, options.work / options.scale, options.jobs, options.data)
+    laboratory = Laboratory(scale, options.work / options.scale, options.jobs, options.data, known=options.known)
     usual = [name for name in EXPERIMENTS if not name.startswith("paper-")] + ["learning"]
     for name in options.only or usual:
         about = EXPERIMENTS[name].about if name in EXPERIMENTS else (OTHERS[name].__doc__ if name in OTHERS else "")

@@ -36,7 +36,7 @@ COLORS = {
     "static|best|proportional|oracle": "0.35",
     "goodput|noise|doubling|omnilearn|random|ppo-paper|torch|accelerate|hivemind|adaptdl": "#c8641b",
 }
-"""Grey for static sizes and bounds, orange for what others published; ours are blue."""
+# grey for static sizes and bounds, orange for what others published; ours are blue
 SUMMARY = """Where one of four hosts or their links are slow, `rule` reaches 85 % held-out accuracy in {} of plain DDP's
 time, and in {} if gradients may be rounded and averaged less often. Where nothing is slow, nothing is gained: {} with
 the default `split`, {} with `rule`."""
@@ -233,7 +233,7 @@ def blocks() -> dict[str, str]:
     found["bases"] = table("time", panels(pairs, UNEVEN, lambda row, case: clock(case, *pairs[row])))
     found["accuracies"] = table("accuracy", paper("test accuracy"), lambda one: f"{one.value:.1%}" if one else "-")
     reached = [sorted(one.value for case in UNEVEN if (one := clock(case, arm))) for arm in ("rule", "rule-local")]
-    spans = [f"{least:.2f} to {most:.2f}" for least, *_, most in reached]
+    spans = (f"{least:.2f} to {most:.2f}" for least, *_, most in reached)
     found["summary"] = fill(SUMMARY.format(*spans, *(written(clock("equal", arm)) for arm in ("split", "rule"))), 120)
     return found
 
