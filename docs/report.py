@@ -1,7 +1,7 @@
 """Write the figures and tables of docs/report.md, and README's summary, from docs/results/*.csv: `make report`.
 
-The text of a page is written by hand; what stands between `<!-- NAME -->` and `<!-- end -->` is a block of `blocks`.
-Figures are docs/results/report-NAME.svg. A table that is missing or has few rows makes a shorter block.
+Text is written by hand; what stands between `<!-- NAME -->` and `<!-- end -->` is a block of `blocks`. Figures are
+docs/results/report-NAME.svg. A table that is missing or has few rows makes a shorter block.
 """
 
 import csv
@@ -18,7 +18,6 @@ from bench.harness import Interval, Table, mean_of
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results"
 PAGES = (ROOT / "README.md", ROOT / "docs/report.md")
-BASES = (("rule", "static"), ("rule", "goodput"), ("rule-local", "rule"))
 UNEVEN = ("unequal-processors", "slow-link", "slow-links", "slow-down")
 TITLES = {
     "unequal-processors": "one slow processor", "slow-link": "one slow link", "slow-links": "slow links",
@@ -53,8 +52,7 @@ class Results:
         self.rows: list[dict[str, str]] = []
         for path in (RESULTS / f"{name}.csv" for name in names):
             if path.exists():
-                with path.open(newline="") as file:
-                    self.rows += csv.DictReader(file)
+                self.rows += csv.DictReader(path.read_text().splitlines())
 
     def names(self, column: str) -> list[str]:
         """What stands in a column, each once."""
@@ -229,7 +227,8 @@ def blocks() -> dict[str, str]:
         theirs = next((arm for _, arm in arms if arm not in CLOCKS.names("arm")), "plain")
         found["others"] += f"\n\n- {TITLES.get(case, case)}: `{theirs}`, the fastest of theirs, over our `{ours}`: "
         found["others"] += written(OTHERS.at(case, theirs, f"vs {ours}"))
-    pairs = {f"`{arm}` over `{base}`": (arm, base) for arm, base in BASES}
+    bases = (("rule", "static"), ("rule", "goodput"), ("rule-local", "rule"))
+    pairs = {f"`{arm}` over `{base}`": (arm, base) for arm, base in bases}
     found["bases"] = table("time", panels(pairs, UNEVEN, lambda row, case: clock(case, *pairs[row])))
     found["accuracies"] = table("accuracy", paper("test accuracy"), lambda one: f"{one.value:.1%}" if one else "-")
     reached = [sorted(one.value for case in UNEVEN if (one := clock(case, arm))) for arm in ("rule", "rule-local")]
