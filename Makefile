@@ -18,7 +18,7 @@ CIFAR  := .data/cifar-10
 ARGS   ?=
 MARK   ?= not slow
 
-.PHONY: help venv venv-frameworks demo data data-cifar test test-slow test-frameworks gpu faults lint types docs overhead kernel bus exchange cluster virtual adaptdl others containers dist format clean
+.PHONY: help venv venv-frameworks demo data data-cifar test test-slow test-frameworks gpu faults lint types docs report overhead kernel bus exchange cluster virtual adaptdl others containers dist format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -86,6 +86,9 @@ docs: venv ## the site of all pages into out/site, with search; a broken link is
 	cp -R --parents *.md bench deploy docs examples scenarios services/runtime/README.md out/pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+report: venv ## figures and tables of docs/report.md, and README's summary, from docs/results
+	$(BIN)/python -m docs.report
+
 # What is measured is written to docs/results; on a machine that does something else, give ARGS="--csv out".
 overhead: venv ## what a session costs the training thread, two models; 5 minutes (ARGS=--short-steps: short steps, root)
 	$(BIN)/python -m bench.overhead --csv docs/results $(ARGS)
@@ -102,7 +105,7 @@ exchange: venv data ## codecs and routes over shaped links, training steps; root
 	[ -n "$(ARGS)" ] || OMP_NUM_THREADS=1 $(BIN)/python -m bench.exchange steps --csv docs/results
 
 cluster: venv data ## times to an accuracy on real clocks; root, three and a half hours; killed, it goes on
-	OMP_NUM_THREADS=1 $(BIN)/python -m bench.cluster --seeds 6 --csv docs/results --png docs/results/cluster.png $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.cluster --seeds 6 --csv docs/results $(ARGS)
 
 virtual: venv data ## experiments on virtual clusters, docs/results.md; hours; killed, it goes on (ARGS="--only heldout")
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.virtual $(ARGS)

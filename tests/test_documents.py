@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from docs import report
 from docs.reference import document
 
 from dynamix.cli.main import command_names
@@ -70,3 +71,9 @@ def test_the_page_is_what_the_code_says_and_everything_has_a_meaning() -> None:
     assert (ROOT / REFERENCE).read_text() == page, "run `python docs/reference.py > docs/reference.md`"
     rows = re.findall(r"^\| (`.*`) \|(?: .* \|)? (.*) \|$", page, flags=re.MULTILINE)
     assert [name for name, meaning in rows if not meaning.partition("(default")[0].strip()] == []
+
+
+def test_the_report_and_its_figures_show_what_the_tables_have() -> None:
+    assert [path.name for path in report.PAGES if path.read_text() != report.page(path)] == [], "run `make report`"
+    drawn = {name: (report.RESULTS / f"report-{name}.svg").read_text() for name in report.figures()}
+    assert [name for name, one in report.figures().items() if one.digest not in drawn[name]] == [], "run `make report`"
