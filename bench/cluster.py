@@ -177,6 +177,7 @@ CASES = {
         Case(name="unequal-processors", title="rank 3 on a third of a processor's share", slow_cpus={3: 0.13}),
         Case(name="slow-link", title="rank 2's link at 30 Mbit/s", slow_links={2: "30mbit"}),
         Case(name="slow-links", title="all links at 40 Mbit/s", slow_links=dict.fromkeys(range(4), "40mbit")),
+        Case(name="slower-links", title="all links at 20 Mbit/s", slow_links=dict.fromkeys(range(4), "20mbit")),
         Case(name="slow-down", title="rank 1 falls to a third after 5 s", later_after_s=5.0, later_cpus={1: 0.13}),
         Case(name="equal", title="all equal (harm check)"),
         Case(

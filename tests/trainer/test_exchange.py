@@ -110,7 +110,9 @@ def changing_levers(_rank: int, num_steps: int) -> list[tuple[bool, bytes]]:
                     shares = (drawn.random(), drawn.choice([0.0, 1.0]), *[0.5] * (num_ranks - 2))
                     exchange = msgspec.structs.replace(exchange, shares=shares)
                 if exchange.every > 1 and drawn.random() < 0.5:
-                    exchange = msgspec.structs.replace(exchange, outer_rate=drawn.choice([0.0, 0.7]), outer_momentum=0.5)
+                    exchange = msgspec.structs.replace(
+                        exchange, outer_rate=drawn.choice([0.0, 0.7]), outer_momentum=0.5
+                    )
                 if exchange.every > 1 and drawn.random() < 0.5:
                     exchange = msgspec.structs.replace(exchange, delay=drawn.randrange(exchange.every))
                 offer(
