@@ -45,7 +45,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Whatever was asked to be shown; under xdist, too, where the tests were skipped in other processes."""
     skipped = cast("list[pytest.TestReport]", terminalreporter.stats.get("skipped", []))
-    reasons = Counter(_reason(report) for report in skipped if MARK in report.keywords)
+    reasons = Counter(_reason(report) for report in skipped if MARK in getattr(report, "keywords", ()))
     if not reasons:
         return
     terminalreporter.section("NOT TESTED HERE: eBPF and network namespaces", sep="!", yellow=True, bold=True)
