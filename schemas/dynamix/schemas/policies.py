@@ -43,9 +43,9 @@ ROUNDED = 0.3
 """Time of a sum by `int8` over that of gradients as they are, before it was measured."""
 LOSS_OF_EIGHT, LOSS_POWER, MOST_EVERY = 0.07, 0.7, 16
 """k of 8 ranks, and how it grows with their number; longest period."""
-LEAST_OUTER, OUTER_MOMENTUM = 8, 0.5
-"""Periods from which on rounds end with an outer step, and its momentum. Shorter rounds agree because of the momentum
-of the optimizer: with an outer step period 4 took up to twice the samples."""
+LEAST_OUTER, LEAST_ADAPTED, OUTER_MOMENTUM = 4, 8, 0.5
+"""Periods from which on rounds end with an outer step, and from which on its rate adapts; its momentum. Rounds of 4
+agree because of the optimizer's momentum: with a rate that adapts they took up to twice the samples."""
 
 
 def rounded_exchange(round_s: float, compute_s: float, num_ranks: int) -> Exchange:
@@ -58,7 +58,8 @@ def rounded_exchange(round_s: float, compute_s: float, num_ranks: int) -> Exchan
     every = int(min(2 ** round(math.log2(max(wanted, 1.0))), MOST_EVERY))
     if every < LEAST_OUTER:
         return Exchange(codec="int8", every=every)
-    return Exchange(codec="int8", every=every, outer_rate=0.0, outer_momentum=OUTER_MOMENTUM)
+    outer_rate = 0.0 if every >= LEAST_ADAPTED else 1.0 - OUTER_MOMENTUM
+    return Exchange(codec="int8", every=every, outer_rate=outer_rate, outer_momentum=OUTER_MOMENTUM)
 
 
 # --- options
