@@ -418,7 +418,7 @@ def warn_of_momentum(options: JobOptions, optimizers: Sequence[torch.optim.Optim
     if factor > 2.0 and any(group.get("momentum") for each in optimizers for group in each.param_groups):
         _log.warning(
             "outer_rate=%g with outer_momentum=%g moves %.1f times as far as a round, and with the momentum of the "
-            "optimizer that trains much worse: use outer_rate=0, which adapts, or an optimizer without momentum",
+            "optimizer that can train much worse: use outer_rate=0, which adapts, or a momentum-free optimizer",
             exchange.outer_rate,
             exchange.outer_momentum,
             factor,
