@@ -104,7 +104,7 @@ exchange: venv data ## codecs and routes over shaped links, training steps; root
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.exchange sums --csv docs/results $(ARGS)
 	[ -n "$(ARGS)" ] || OMP_NUM_THREADS=1 $(BIN)/python -m bench.exchange steps --csv docs/results
 
-cluster: venv data ## times to an accuracy on real clocks; root, three and a half hours; killed, it goes on
+cluster: venv data ## times to an accuracy on real clocks; root, more than four hours; killed, it goes on
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.cluster --seeds 6 --csv docs/results $(ARGS)
 
 virtual: venv data ## experiments on virtual clusters, docs/results.md; hours; killed, it goes on (ARGS="--only heldout")

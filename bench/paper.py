@@ -38,7 +38,7 @@ class SampledCluster(VirtualCluster):
 
     @property
     def over(self) -> bool:
-        """Whether it has."""
+        """Whether it has trained that many."""
         return self.position.samples_seen >= self.num_samples
 
     def run_window(self) -> list[Report]:

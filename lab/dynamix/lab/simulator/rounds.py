@@ -54,7 +54,7 @@ class VirtualRounds:
         self._velocity: Tensor | None = None
         """Momentum of outer steps, where they have any."""
         self._agreement = 0.0
-        """Of the newest rounds."""
+        """How far the newest rounds agree."""
         self._num_samples: Array64 = np.zeros(exchange.world_size)
         self.num_steps = 0
         """Steps of the round so far."""

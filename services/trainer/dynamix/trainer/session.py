@@ -749,7 +749,7 @@ def _restore_schedule(run: Run, state: dict[str, Any], step: int, *, is_same_wor
         if allocation.global_batch_size != sum(saved) and run.place.rank == 0:
             _log.warning(
                 "after this resume a step has %d samples instead of %d, since the bounds of %d ranks permit no other "
-                "sum: set max_local_batch_size and min_local_batch_size in attach to permit it, or choose other ranks",
+                "sum: set max_local_batch_size and min_local_batch_size in attach to permit it, or use more ranks",
                 *(allocation.global_batch_size, sum(saved), len(caps)),
             )
         run.schedule.reset(step, allocation)

@@ -628,7 +628,7 @@ class CoveredModels:
         self._handles.append(register_optimizer_step_pre_hook(_SessionHook(self, CoveredModels.check_optimizer)))
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Refuse the first update of a model that was sharded since: `fully_shard` tells nobody."""
+        """Refuse the first update of a model that was sharded since: `fully_shard` calls no hook."""
         if optimizer in self._seen:
             return
         known = {id(each) for model in (*self.models, *self._ignored) for each in model.parameters()}

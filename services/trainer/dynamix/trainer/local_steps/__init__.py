@@ -247,7 +247,7 @@ class LocalSteps:
         self._velocities: dict[ModelExchange, Residuals] = {}
         """Momentum of the outer steps: laid out as buckets are, kept by parameter as residuals are."""
         self.agreement = 0.0
-        """Of the newest rounds."""
+        """How far the newest rounds agree."""
 
     @property
     def is_begun(self) -> bool:
