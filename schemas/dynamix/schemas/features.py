@@ -14,7 +14,7 @@ import numpy.typing as npt
 from .codec import MalformedMessageError
 from .messages import MetricWindow, State, SystemMetrics, TrainingMetrics
 
-FEATURE_VERSION = 8
+FEATURE_VERSION = 9
 """Raised whenever the lists change. A name keeps its meaning: policies learned before find theirs by name."""
 
 Array32 = npt.NDArray[np.float32]
@@ -52,6 +52,7 @@ RANK_FEATURES = {
     "age_windows": "how many windows old the row is, filled in by the fold",
     "link_bytes_per_s": "per second of sending, to the rank with which it was fastest",
     "link_peer": "that rank",
+    "waiting_time_s": "of `sync_time_s`, for slower ranks",
 }
 """Features of one rank with their meanings (method section IV-B, plus pending sizes and the age of information), in the
 order of columns; new ones go to the end."""

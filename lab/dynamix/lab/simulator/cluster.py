@@ -105,6 +105,8 @@ class Step(NamedTuple):
     conditions: Conditions
     traffic: StepTraffic | None
     """What was sent in it, unless that was uncoded gradients by all-reduces."""
+    shares_times: bool
+    """Whether the ranks know each other's times."""
 
 
 class WindowRecorder:
@@ -143,7 +145,7 @@ class WindowRecorder:
         timings, count = [step.timing for step in steps], len(self._local_ranks)
         zeros, each_way = np.zeros(count), np.full(count, self._tx_bytes_per_step)
         noise, rings_s, drift_own, drift_mean = [NoiseSums() for _ in range(count)], zeros, zeros, 0.0
-        for plan, sums, timing, conditions, traffic in steps:
+        for plan, sums, timing, conditions, traffic, _ in steps:
             if traffic is None:
                 rings_s = rings_s + each_way / self._link_rates(conditions)
             sent, received = (each_way, each_way) if traffic is None else map(self._of_ranks, total_bytes(traffic))
@@ -162,6 +164,7 @@ class WindowRecorder:
         )
         computes_s = sum((timing.compute_s for timing in timings), zeros)
         syncs_s = sum((timing.sync_s for timing in timings), zeros)
+        waits_s = [each.timing.sync_s - each.timing.sync_s.min() for each in steps if each.shares_times]
         update_s, time_s = (sum(getattr(timing, name) for timing in timings) for name in ("update_s", "step_s"))
         round_trips = sum((step.conditions.congestion * step.timing.step_s for step in steps), zeros)
         window = coded.since(self._coded_before)
@@ -201,6 +204,7 @@ class WindowRecorder:
                         sockets=sockets,
                         link_bytes_per_s=link,
                         link_peer=None if link is None else (rank + self._num_together) % count,
+                        waiting_time_s=sum(float(each[rank]) for each in waits_s) if waits_s else None,
                     ),
                     noise=noise[rank],
                     held_out_accuracy=held_out_accuracy,
@@ -300,8 +304,8 @@ class VirtualCluster:
         self._newest_traces: dict[str, Trace] = {}
         fewest, most = self._options.min_local_batch_size, self._identity.max_local_batch_sizes
         self._fast_loop = FastLoop(self._schedule, fewest, most)
-        self._taken_s: list[float] = []
-        """Time that rank 0 computed and waited in each of the first steps."""
+        self._exposed_s: list[float] = []
+        """What each of the first steps took beyond its slowest rank's computing."""
         self._decided = False
         """Whether the next step is the first one with another allocation."""
         self._reporters = [
@@ -414,7 +418,8 @@ class VirtualCluster:
             arrives_s=rounds.arrives_s,
         )
         sent = () if step.is_local and not traffic else traffic
-        self._recorder.steps.append(Step(plan, sums, timing, conditions, sent))
+        tracks = self._schedule.allocation_at(plan.step).split == "tracking"
+        self._recorder.steps.append(Step(plan, sums, timing, conditions, sent, tracks))
         self._evaluate(self.time_s + timing.step_s)  # what was due before the step's end saw the parameters before it
         if step.is_local:
             rounds.end_step(timing, step)
@@ -423,23 +428,22 @@ class VirtualCluster:
         self.time_s += timing.step_s
         self.position = following
         self._schedule.drop_before(plan.step)
-        times_are_shared = rounds.is_received or not step.is_local
-        if times_are_shared and self._schedule.allocation_at(plan.step).split == "tracking":
+        if tracks and (rounds.is_received or not step.is_local):
             seconds, counts = timing.seconds_per_sample(plan.counts.values), plan.counts.values
             if step.is_local:
                 seconds, counts = rounds.ended_times()
             # a loader without workers has drawn nothing yet
             self._fast_loop.observe_times(seconds, self.position.step, counts)
         if plan.step < NUM_TIMED < self.scenario.window_steps:
-            self._begin(plan, float(timing.compute_s[0] + timing.sync_s[0]))
+            self._begin(float(timing.sync_s.min()))
 
-    def _begin(self, plan: StepPlan, taken_s: float) -> None:
+    def _begin(self, exposed_s: float) -> None:
         """Begin with another exchange after the first steps, as real ranks do."""
-        self._taken_s.append(taken_s)
-        if len(self._taken_s) < NUM_TIMED or not is_timed(self._options, self._schedule.newest):
+        self._exposed_s.append(exposed_s)
+        if len(self._exposed_s) < NUM_TIMED or not is_timed(self._options, self._schedule.newest):
             return
         rates, num_ranks = self._fast_loop.filter.rates, self.job.num_exchanging
-        if (begun := begun_exchange(self._options, rates, plan.counts.values, self._taken_s, num_ranks)) is not None:
+        if (begun := begun_exchange(self._options, rates, self._exposed_s, num_ranks)) is not None:
             self._schedule.revise_exchange(self.position.step, begun[0])
             for reporter in self._reporters:
                 reporter.begun = begun

@@ -235,6 +235,8 @@ class RankRow(Message, frozen=True, kw_only=True, array_like=True):
     """Acknowledged bytes per second of sending, over the connection that was fastest; `None` where none sent much."""
     link_peer: Count | None = None
     """The rank at the other end of that connection."""
+    waiting_time_s: Seconds | None = None
+    """Part of `sync_time_s` for slower ranks; `None` where ranks do not share their compute times."""
 
 
 class GradientNoise(Message, frozen=True, kw_only=True, array_like=True):
@@ -378,6 +380,7 @@ class TrainingMetrics(Message, frozen=True, kw_only=True, array_like=True):
     link_bytes_per_s: float | None = None
     """While it sent, to the rank with which it was fastest: neither of the two has a slower link."""
     link_peer: Count | None = None
+    waiting_time_s: Seconds | None = None
 
 
 class RankMetrics(Message, frozen=True, kw_only=True, array_like=True):

@@ -182,6 +182,7 @@ def _training(row: RankRow, num_steps: int) -> TrainingMetrics:
         update_time_s=row.update_time_s / steps,
         link_bytes_per_s=row.link_bytes_per_s,
         link_peer=row.link_peer,
+        waiting_time_s=None if row.waiting_time_s is None else row.waiting_time_s / steps,
     )
 
 

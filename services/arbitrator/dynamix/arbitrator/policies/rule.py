@@ -353,7 +353,7 @@ class Rule:
     """
 
     name = "rule"
-    version = 13
+    version = 14
     options: ClassVar[Options] = POLICY_OPTIONS["rule"]
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:
@@ -366,7 +366,7 @@ class Rule:
 
         # what earlier runs taught, while the first windows agree with it
         times, began = window_of(job, obs_WF, global_F), window == 0 and job.exact_exposed_s is not None
-        times = times._replace(sync_s=math.nan) if began else times  # steps of two exchanges
+        times = times._replace(sync_s=math.nan, waited_s=math.nan) if began else times  # steps of two exchanges
         seen = before.observe_times(job, StepTimeFit.of(state.fit, job), times)
         fit, exploration = seen.fit, tried
         runs = seen.runs

@@ -175,8 +175,11 @@ class Window(NamedTuple):
     compute_W: Array64
     """Seconds per step, as all times here."""
     sync_s: float
+    """Exposed communication; with waiting for slow ranks where these do not share their times."""
     rest_s: float
     num_steps: int
+    waited_s: float = math.nan
+    """What the rank that waits least waited for slower ones; NaN where ranks do not share their times."""
 
 
 _BELIEVED = (1e-9, 1e12)
@@ -198,13 +201,16 @@ def window_of(job: Job, obs_WF: Array32, global_F: Array32) -> Window:
     num_samples, compute_s, step_s = map(believed, ("num_samples", "compute_time_s", "step_time_s"))
     sync_s = np.where(column(obs_WF, "sync_time_s") == 0, 0.0, believed("sync_time_s"))
     usable = np.isfinite(num_samples) & np.isfinite(compute_s) & (column(obs_WF, "age_windows") == 0)
-    rest_s = np.maximum(step_s - compute_s - sync_s, 0.0)
+    rest_s, least_s = np.maximum(step_s - compute_s - sync_s, 0.0), of_known(np.min, sync_s[usable])
+    not_waited_s = (sync_s - column(obs_WF, "waiting_time_s"))[usable]
+    shared_s = float(np.median(not_waited_s).clip(0.0, least_s)) if not_waited_s.size else math.nan
     return Window(
         samples_W=np.where(usable, num_samples / num_steps, np.nan),
         compute_W=np.where(usable, compute_s, np.nan),
-        sync_s=of_known(np.min, sync_s[usable]),
+        sync_s=least_s if math.isnan(shared_s) else shared_s,
         rest_s=of_known(np.median, rest_s[usable]),
         num_steps=num_steps,
+        waited_s=least_s - shared_s,
     )
 
 
@@ -269,12 +275,11 @@ class StepTimeFit(msgspec.Struct, frozen=True, array_like=True):
       expected at these sizes: a change of more than `JUMP` is believed at once, a smaller one averaged. A rank that was
       never measured counts as the mean of the others.
     - Exposed communication: what is left of the time until all ranks were in step, once the slowest rank's filtered
-      compute time is taken off; filtered alike.
+      compute time and its waiting for others are taken off; filtered alike.
     - Slope of exposed communication over compute: pairs between which the slowest compute time changed. It is a local
       slope of a bent line, so that far jumps count no more than near ones, and old pairs are soon forgotten. While they
-      tell little it is what ranks of this noise wait for each other.
-    - Waiting, kappa: what ranks took longer than the model and a change of sizes explain, as far as others waited. It
-      is not part of exposed communication. A congested network makes no rank's computing take longer.
+      tell little it is what ranks of this noise wait for each other, unless these share their times.
+    - Waiting, kappa, where they do: how much longer than 1.1 c(B) all computing took, over c(B)^2.
     - Noise: relative changes of a rank's times that no model of constant speed explains, the median of all ranks. Where
       processors are shared out in time slices it is a sixth of a window's mean and more. The noisier, the more changes
       are averaged instead of believed, and the more pairs it takes to be sure of a fixed cost.
@@ -345,12 +350,9 @@ class StepTimeFit(msgspec.Struct, frozen=True, array_like=True):
         jump = max(jump, math.exp(CERTAIN * noise))
         pair_sums = self._with_pair(job, window._replace(compute_W=steady_W), max(PAIR_TOLERANCE, CERTAIN * noise))
         compute_W = filtered(expected, window.compute_W, jump, smoothing)
-        slowest_s, barrier_s = (float(np.max(times[known])) for times in (compute_W, window.compute_W))
-        waited_s = min(barrier_s * float((late_W - 1.0)[late_W > changed].sum()), (1.0 - SYNC_FLOOR) * window.sync_s)
-        sync_s, waiting_sums = window.sync_s - waited_s, self.waiting_sums
-        if math.isfinite(sync_s):
-            waiting_sums = WAITING_DECAY * waiting_sums[0] + waited_s, WAITING_DECAY * waiting_sums[1] + barrier_s**2
-        exposed_s, waits = barrier_s + sync_s - slowest_s, waiting_share(job, window.num_steps, noise_2)
+        barrier_s, sync_s, is_shared = float(window.compute_W[known].max()), window.sync_s, window.waited_s >= 0.0
+        slowest_s = barrier_s if is_shared else float(compute_W[known].max())
+        waits = 0.0 if is_shared else waiting_share(job, window.num_steps, noise_2)
         slope_sums, dc, de = self.slope_sums, barrier_s - self.barrier_s, sync_s - self.sync_s
         change = abs(_relative(self.barrier_s, barrier_s))
         # one that is too steep for overlap or jitter: the network itself changed
@@ -359,12 +361,12 @@ class StepTimeFit(msgspec.Struct, frozen=True, array_like=True):
             slope_sums = SLOPE_DECAY * slope_sums[0] + float(weight * de / dc), SLOPE_DECAY * slope_sums[1] + weight
         slope = (slope_sums[0] + doubt * PRIOR * waits) / (slope_sums[1] + doubt * PRIOR)
         slope = float(min(max(slope, SLOPE_LOW), max(SLOPE_HIGH, waits)))
-        intercept = max(exposed_s - slope * slowest_s, 0.0) if math.isfinite(sync_s) else math.nan
+        intercept = max(barrier_s + sync_s - (1.0 + slope) * slowest_s, 0.0) if math.isfinite(sync_s) else math.nan
         most_W, speaking = fixed_share(samples_W) * compute_W, slice(None, None, _stride(len(known)))
         overhead_s, saturation = fixed_costs(job, pair_sums, compute_W[speaking], most_W[speaking], doubt)
         left_W = compute_W - np.minimum(_spread(overhead_s, len(known)), most_W)
         per_sample = left_W / np.maximum(samples_W, _spread(saturation, len(known)))
-        return StepTimeFit(
+        fit = StepTimeFit(
             seconds_per_sample_W=np.where(known, per_sample, self.seconds_per_sample_W),
             samples_W=np.where(known, samples_W, self.samples_W),
             compute_W=np.where(known, steady_W, self.compute_W),
@@ -375,11 +377,18 @@ class StepTimeFit(msgspec.Struct, frozen=True, array_like=True):
             sync_slope=slope,
             rest_s=float(filtered(self.rest_s, window.rest_s, math.inf, smoothing)),
             slope_sums=slope_sums,
-            waiting_sums=waiting_sums,
+            waiting_sums=self.waiting_sums,
             barrier_s=barrier_s if math.isfinite(sync_s) else self.barrier_s,
             sync_s=sync_s if math.isfinite(sync_s) else self.sync_s,
             noise_2=noise_2,
         )
+        model = fit.model(job)
+        if not is_shared or model is None or not np.isfinite(self.seconds_per_sample_W).any():
+            return fit  # the first sizes are not divided by speed yet
+        level_s = float(model.slowest_s(np.nansum(samples_W, keepdims=True))[0])
+        sums = max(barrier_s + window.waited_s - changed * level_s, 0.0), level_s**2
+        decayed = (WAITING_DECAY * before + now for before, now in zip(self.waiting_sums, sums, strict=True))
+        return replace(fit, waiting_sums=tuple(decayed))
 
     def model(self, job: Job) -> StepTime | None:
         """The model so far; `None` before any rank was measured."""

@@ -213,7 +213,9 @@ class RankMeter:
             num_correct = num_correct * per_size
         self._batches.append(_Batch(batch, loss, num_correct, norms))
 
-    def take_row(self, times: list[StepTimes], held_out_accuracy: float | None) -> Row:
+    def take_row(
+        self, times: list[StepTimes], held_out_accuracy: float | None, waiting_time_s: float | None = None
+    ) -> Row:
         """The row of the steps since the last call; `times` are theirs. A sum is unknown if one batch's part is."""
         taken_s, self._taken_s = self._taken_s, time.perf_counter()
         batches, self._batches = self._batches, []
@@ -251,6 +253,7 @@ class RankMeter:
                 times_split=self.times_split,
                 link_bytes_per_s=link_bytes_per_s,
                 link_peer=link_peer,
+                waiting_time_s=waiting_time_s,
             ),
             noise=noise,
             drift=(

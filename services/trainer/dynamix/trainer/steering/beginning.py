@@ -26,19 +26,19 @@ def is_timed(options: JobOptions, first: Allocation) -> bool:
 
 
 def begun_exchange(
-    options: JobOptions, rates: Sequence[float] | None, sizes: Sequence[int], taken_s: Sequence[float], num_ranks: int
+    options: JobOptions, rates: Sequence[float] | None, exposed_s: Sequence[float], num_ranks: int
 ) -> tuple[Exchange, float] | None:
     """The exchange to begin with, and the exposed time of an exact one; `None` where gradients stay exact.
 
-    `rates` are seconds per sample by rank, `taken_s` what a rank's computing and waiting took in each timed step,
+    `rates` are seconds per sample by rank, `exposed_s` what each timed step took beyond its slowest rank's computing,
     `num_ranks` how many exchange gradients.
     """
-    if not rates:
+    if not rates or len(exposed_s) < NUM_TIMED:
         return None
-    exposed_s = min(taken_s) - max(size * rate for size, rate in zip(sizes, rates, strict=True))
+    least_s = min(exposed_s)
     compute_s = options.base_global_batch_size / math.fsum(1.0 / rate for rate in rates)  # once sizes are divided
-    if exposed_s <= EXPOSED * (compute_s + exposed_s):
+    if least_s <= EXPOSED * (compute_s + least_s):
         return None
     if options.exchange != "local":
-        return Exchange(codec="int8"), exposed_s
-    return rounded_exchange(ROUNDED * exposed_s, compute_s, num_ranks), exposed_s
+        return Exchange(codec="int8"), least_s
+    return rounded_exchange(ROUNDED * least_s, compute_s, num_ranks), least_s

@@ -12,6 +12,7 @@ does not enter. Each collective is posted after one step and completed after the
 import contextlib
 import logging
 import math
+import operator
 import sys
 import time
 from dataclasses import dataclass
@@ -69,6 +70,12 @@ class Steering:
         """What is wrong with the data, where the ranks have read different streams."""
         self._counts_before: tuple[int, ...] = ()
         self._num_alike = 0
+        self._waited_s: float | None = None
+        """Waiting for slower ranks in the window, as far as the ranks have shared their times."""
+        self._timed_waits: list[float] = []
+        """It in each of the steps timed first."""
+        self._shared_step = -1
+        """Newest step whose times were shared."""
 
     def start(self, position: Position) -> None:
         """Begin the generation: all ranks make sure that they stand at the same place, rank 0 publishes the job.
@@ -86,13 +93,14 @@ class Steering:
                     f"where the run stands: rank {rank} has {theirs}, rank 0 has {everybody[0]}; load the same state"
                 )
         run.begin(position.step)
+        self._shared_step, self._timed_waits = position.step - 1, []
         if run.search is None:
             self._begin_decisions()
 
     def leave_world(self) -> None:
         """Forget what is under way, and the window that has not ended."""
         self._posted_window = self._posted_decision = self.offers = None
-        self._sockets_due, self._counts_before, self._times = False, (), []
+        self._sockets_due, self._counts_before, self._times, self._waited_s = False, (), [], None
         self.meter.take_row(self.meter.clock.take_times(), None)
 
     def end(self, reason: str | None) -> None:
@@ -150,15 +158,7 @@ class Steering:
         if self._fault:
             raise ValueError(self._fault)
         if seconds_per_sample is not None:  # after `complete_posted`, which may have run before this step on all ranks
-            # one step less ahead than a decision, since nothing has to be sent first
-            effective_step = position.step - 1 + self.run.options.margin_steps - 1
-            self._assert_not_drawn(effective_step)
-            self.run.schedule.drop_before(position.step - 1)
-            self._num_alike = self._num_alike + 1 if counts == self._counts_before else 0
-            self._counts_before = counts
-            # where times come late, the counts are those of the measured step only while they stand still
-            measured = counts if self._num_alike >= clock.late_steps else ()
-            self.run.fast_loop.observe_times(seconds_per_sample, effective_step, measured)
+            self._observe_times(step, seconds_per_sample, counts)
         if self._sockets_due:
             self._sockets_due = False
             sockets, place = self.meter.sockets, self.run.place
@@ -167,7 +167,8 @@ class Steering:
             self._begin_decisions()
         if ends:  # send this rank's row of the window
             times, self._times = self._times, []
-            self.collectives.post_row(self.meter.take_row(times, self.run.held_out_accuracy))
+            waited_s, self._waited_s = self._waited_s, None
+            self.collectives.post_row(self.meter.take_row(times, run.held_out_accuracy, waited_s))
             of_step = run.schedule.counts_at(step), run.schedule.allocation_at(step)
             self._posted_window = position, *of_step, run.calm_times
         if is_timed:
@@ -175,6 +176,28 @@ class Steering:
         if adopts:
             self._post_decision(ahead)
         clock.charged_s += time.perf_counter() - began
+
+    def _observe_times(self, step: int, seconds_per_sample: list[float], counts: tuple[int, ...]) -> None:
+        """Divide by the times that the ranks have shared, and count what this one has waited for slower ones."""
+        run = self.run
+        effective_step = step + run.options.margin_steps - 1  # one less than a decision: nothing has to be sent first
+        self._assert_not_drawn(effective_step)
+        run.schedule.drop_before(step)
+        self._num_alike = self._num_alike + 1 if counts == self._counts_before else 0
+        self._counts_before = counts
+        # where times come late, the counts are those of the measured step only while they stand still
+        measured = counts if self._num_alike >= self.meter.clock.late_steps else ()
+        run.fast_loop.observe_times(seconds_per_sample, effective_step, measured)
+        if not counts or any(
+            count and not 0.0 < each < math.inf for each, count in zip(seconds_per_sample, counts, strict=True)
+        ):
+            return  # a rank did not know its time yet
+        times_s = list(map(operator.mul, seconds_per_sample, counts))
+        waited_s = max(times_s) - times_s[run.place.rank]
+        self._waited_s = (self._waited_s or 0.0) + waited_s * (step - self._shared_step)  # in each step of a round
+        self._shared_step = step
+        if run.last_timed is not None and step <= run.last_timed:
+            self._timed_waits.append(waited_s)
 
     def complete_posted(self) -> None:
         """Complete what the last step posted; no new collective, so that a rank may do it alone, for a checkpoint."""
@@ -264,10 +287,10 @@ class Steering:
         """Wait for rank 0's choice of an exchange, once; only now is the job's specification known."""
         run, allocation = self.run, None
         if run.place.rank == 0:
-            taken_s = [each.compute_s + each.sync_s for each in self._times[-NUM_TIMED:]]
-            sizes, rates = run.schedule.counts_at(step).values, run.fast_loop.filter.rates
-            num_ranks = run.identity.num_replicas or len(sizes)
-            if (begun := begun_exchange(run.options, rates, sizes, taken_s, num_ranks)) is not None:
+            timed = zip(self._times[-NUM_TIMED:], self._timed_waits, strict=False)  # all of them, or it does not begin
+            exposed_s, rates = [each.sync_s - waited_s for each, waited_s in timed], run.fast_loop.filter.rates
+            num_ranks = run.identity.num_replicas or len(run.schedule.newest.local_batch_sizes)
+            if (begun := begun_exchange(run.options, rates, exposed_s, num_ranks)) is not None:
                 run.reporter.begun = begun
                 allocation = msgspec.structs.replace(run.schedule.newest, exchange=begun[0])
             if run.search is None:  # else the bounds that it finds in the next step belong to the specification
