@@ -7,7 +7,7 @@ least. c_0 is the compute time of the slowest rank in a step of the base batch. 
 steps: as k of 8 ranks 0.03 to 0.15 do as well on train scenarios, and 0.04 took 1.3 times as long behind one slow link.
 
 - **Rounding** to `int8` begins when x > 0.3, in jobs that permit it; and with it local steps, in jobs that permit them,
-  until h is below 1.4. C is 0.3 e until it is measured.
+  until x < 0.2 or h < 1.4. C is 0.3 e until it is measured.
 - **Otherwise** the way of exchange that takes least, if that saves `WORTHWHILE` of an exact step at the base batch:
   gradients as they are, `rows` where the model has embedding tables, owners with shares where a link is slow, and
   `int8`. What a way takes is measured once it was active; before that it is a share of the exact time (`rows`: of the
@@ -33,8 +33,8 @@ from dynamix.schemas.policies import ROUNDED, rounded_exchange
 from .policy import Array32, Array64, column
 from .step_time import StepTime
 
-BEGIN = 0.3
-"""x above which `int8` begins."""
+BEGIN, END = 0.3, 0.2
+"""x above which `int8` begins, and below which local steps end."""
 WORTHWHILE = 0.1
 """Share of an exact step that another way must save to begin; half of it to stay."""
 LAG = 2
@@ -150,11 +150,11 @@ def choose(job: Job, model: StepTime, memory: ExchangeMemory, current: float) ->
     if memory.age < LAG:
         return newest
     compute_s, base_s = map(float, model.slowest_s(np.array([current, job.base_global_batch_size])))
-    is_exposed = job.exchange != "exact" and exact_s > BEGIN * (base_s + exact_s)
+    is_exposed = job.exchange != "exact" and exact_s > (END if newest.every > 1 else BEGIN) * (base_s + exact_s)
     if job.exchange == "local" and (is_exposed or newest.every > 1):
         round_s = memory.times_s.get("round", ROUNDED * exact_s)
         chosen = rounded_exchange(round_s, compute_s, job.num_exchanging)
-        if chosen.every > 1:
+        if chosen.every > 1 and is_exposed:
             return chosen
         if newest.every > 1:  # exact ones are measured again
             return EXACT
