@@ -213,6 +213,9 @@ def test_stale_rows_and_rows_without_samples_or_times_do_not_count() -> None:
         assert seen.num_steps == JOB.window_steps * times
         assert seen.samples_W == pytest.approx([100.0 / times, np.nan, np.nan, np.nan], nan_ok=True)
         assert (seen.sync_s, seen.rest_s) == pytest.approx((0.03, 0.01), rel=1e-5)
+    obs_WF[:, RANK_INDEX["waiting_time_s"]] = (0.025, 0.0, 0.0, 0.0)  # the ranks know each other's times
+    seen = window_of(JOB, obs_WF, global_F)
+    assert (seen.sync_s, seen.waited_s) == pytest.approx((0.005, 0.025))
     fit = StepTimeFit.empty(JOB)
     assert fit.observe(JOB, Window(np.full(4, np.nan), np.full(4, np.nan), np.nan, np.nan, 10)).model(JOB) is None
     known = fitted(window(np.array([100.0, 100.0, 100.0, np.nan])))  # the last one counts as the mean of the others

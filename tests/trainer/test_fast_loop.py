@@ -184,7 +184,11 @@ def test_four_ranks_split_alike_and_follow_one_that_slows_down(sample_s: float) 
     assert job[-1].phase == "ended"
     assert job[-1].summary is not None
     assert job[-1].summary.num_steps == sum(report.totals.num_steps for report in reports)
-    ends = accumulate(report.totals.num_steps for report in reports)
+    ends = list(accumulate(report.totals.num_steps for report in reports))
+    slowing = next(report for report, end in zip(reports, ends, strict=True) if end > SLOW_FROM + 2)
+    waited = [row.waiting_time_s for row in slowing.rows]
+    assert min(waited) == waited[SLOW_RANK]  # the others wait for 24 samples and more until it has its share
+    assert max(waited) - min(waited) > 24 * 0.9 * sample_s
     for report, end in zip(reports, ends, strict=True):
         assert tuple(row.local_batch_size for row in report.rows) == sizes[end - 1]
         assert report.totals.global_batch_size == 48
