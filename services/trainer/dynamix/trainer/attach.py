@@ -297,8 +297,8 @@ def attach(
         meter=meter,
         sampler=loader.plans,
         collectives=collectives,
-        transport=(transport := make_transport()),
-        history=MetricHistory(metric_loggers, transport),
+        transport=make_transport(),
+        history=MetricHistory(metric_loggers),
         losses=gradients.models.losses,
         says_summary=environment.trainer.summary,
     )

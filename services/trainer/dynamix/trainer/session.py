@@ -317,7 +317,7 @@ class Session:
         self._models.enter_world(place.rank, collectives.world_size)
         if (min(before.rank, 1), min(before.local_rank, 1)) != (min(place.rank, 1), min(place.local_rank, 1)):
             self._transport.begin_close(self._close_timeout_s)
-            self._transport = steering.transport = steering.history.transport = groups.make_transport()
+            self._transport = steering.transport = groups.make_transport()
         self._go_on()
         self._loader.draw_again()
         if place.rank == 0:
@@ -531,7 +531,7 @@ class Session:
         """The windows so far, the newest 4,096, as the loggers get them: `pandas.DataFrame(session.metrics())`.
 
         Sizes, times, throughput, noise, loss; what is not known is left out. In global rank 0 also the decision and
-        its reason, and where a reward service runs, its rewards.
+        its reason.
         """
         return self._steering.history.rows()
 
