@@ -1,7 +1,6 @@
-"""Whole small jobs on real gloo ranks: resumed, without a bus, out of memory, left in the middle of an epoch."""
+"""Whole small jobs on real gloo ranks: resumed, without a bus, left in the middle of an epoch."""
 
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from tests.support.training import (
     Numbered,
     begin_job,
     flat_parameters,
-    gather,
     offer,
     straight_and_resumed,
     train_step,
@@ -91,47 +89,6 @@ def test_without_a_bus_training_runs_unchanged() -> None:
         assert torch.equal(alone[rank]["parameters"], away[rank]["parameters"])
         assert away[rank]["sizes"] == (8, 8)
         assert away[rank]["close_s"] < 30
-
-
-def _run_out_of_memory(rank: int, caps: Path) -> dict[str, Any]:
-    data = Numbered(600, torch.float32)
-
-    options: dict[str, Any] = {"local_batch_size": (20, 40), "min_local_batch_size": 4, "memory_caps_path": caps}
-    session, model, optimizer = begin_job(data, window_steps=2, **options)
-    error = torch.OutOfMemoryError("by hand") if rank == 1 else RuntimeError("the other rank is gone")
-
-    def fail_at_step_3() -> None:
-        with session:
-            for batch in session.loader:
-                if session.step_index == 3:
-                    raise error
-                train_step(session, model, optimizer, batch)
-
-    with pytest.raises(type(error), match=str(error)):
-        fail_at_step_3()
-    gather("both have failed")  # as a launcher would wait before it starts all of them again
-
-    session, model, optimizer = begin_job(data, window_steps=2, **options)
-    sizes = []
-    for batch in session.loader:
-        offer(session, (30, 33))
-        train_step(session, model, optimizer, batch)
-        sizes.append(session.local_batch_sizes)
-    offers = session._steering.offers
-    session.close()
-    return {
-        "bounds": session._run.identity.max_local_batch_sizes,
-        "sizes": set(sizes),
-        "refused": None if offers is None else dict(offers.num_refused),
-    }
-
-
-def test_a_rank_out_of_memory_lowers_its_bound_for_the_next_start(tmp_path: Path) -> None:
-    results = run_ranks(_run_out_of_memory, 2, tmp_path / "caps")
-    for result in results:
-        assert result["bounds"] == (1024, 32)
-        assert result["sizes"] == {(20, 32)}
-    assert results[0]["refused"]["bounds"] > 0
 
 
 def _leave_early(_rank: int) -> dict[str, Any]:

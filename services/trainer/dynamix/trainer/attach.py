@@ -12,12 +12,11 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch._C._distributed_c10d import TCPStore  # public, missing in the stubs of dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from dynamix.runtime.settings import BusSettings, node_name
-from dynamix.schemas.messages import OptimizerFamily
 from dynamix.schemas.messages.allocation import Exchange, ExchangePermission, Explored, GlobalBatch
 from dynamix.trainer.bus_client.transport import Transport
 from dynamix.trainer.data.loader import (
@@ -72,7 +71,7 @@ from dynamix.trainer.local_steps import LocalSteps
 from dynamix.trainer.loggers import MetricHistory, MetricLogger, find_loggers
 from dynamix.trainer.measurement.memory import MemorySearch
 from dynamix.trainer.measurement.meter import RankMeter
-from dynamix.trainer.measurement.sockets import PeerSockets, this_process
+from dynamix.trainer.measurement.sockets import PeerSockets, default_store, this_process
 from dynamix.trainer.steering.collectives import Collectives
 from dynamix.trainer.steering.run import Run
 from dynamix.trainer.steering.steering import Steering
@@ -110,7 +109,6 @@ def attach(
     weighting: Weighting = "auto",
     base_hook: BaseHook | None = None,
     exchange: ExchangePermission | Exchange = "exact",
-    optimizer_family: OptimizerFamily | None = None,
     policy: str | None = None,
     policy_options: Mapping[str, float | str] | None = None,
     manager: Any = None,
@@ -121,7 +119,7 @@ def attach(
     count_tokens: CountTokens | None = None,
     noise_every: int = 10,
     memory_caps_path: str | Path | None = None,
-    connect: BusSettings | Transport | Literal[False] | None = None,
+    connect: BusSettings | Literal[False] | None = None,
     loggers: Sequence[str | MetricLogger] = (),
     **loader_options: Unpack[LoaderOptions],
 ) -> Session:
@@ -177,7 +175,6 @@ def attach(
             `lossy` also rounding, with the error added to the next step's gradient, `local` also several steps between
             two averagings. An `Exchange` sets it for the whole run instead. It needs our own hook, under
             FSDP2 on a mesh inside of each node.
-        optimizer_family: `sgd` or `adam` for the reward. Default: by the optimizer's class.
         policy: name of the policy. Default: `split`, or `rule` with an adaptive global batch. Under both the ranks
             divide the global batch by their measured speeds from the first step on, with or without a bus; under
             `static` nothing changes.
@@ -196,7 +193,7 @@ def attach(
             measurement costs two passes over the gradient.
         memory_caps_path: path beside your checkpoint, at which a rank that ran out of memory stores its bound.
         connect: the bus. None: the one that `DYNAMIX_NATS_...` variables name, as `dynamix train` sets them; without
-            any the job has no bus, opens no connection and no thread. False: no bus. Or a transport of your own.
+            any the job has no bus, opens no connection and no thread. False: no bus.
         loggers: receivers of each window's metrics in global rank 0: `tensorboard`, `wandb`, `mlflow`, `csv`, `jsonl`,
             names registered in the entry-point group `dynamix.loggers`, or objects with `log(metrics, *, step)` and
             `close()` such as those of `dynamix.extras.loggers`.
@@ -241,12 +238,12 @@ def attach(
     if options.accumulates:
         check_accumulation(averaging, models, counts_in_batches=count_tokens is not None)
     caps_path = None if memory_caps_path is None else Path(memory_caps_path)
-    if not (connect is None or connect is False or isinstance(connect, BusSettings | Transport)):
+    if not (connect is None or connect is False or isinstance(connect, BusSettings)):
         raise TypeError(
             f"connect={connect!r} is of type {type(connect).__name__}: leave connect out and set DYNAMIX_NATS_URL, "
             "pass dynamix.runtime.settings.BusSettings(url=...), or pass False to train without a bus"
         )
-    bus = environment.bus if connect is None else connect if isinstance(connect, BusSettings) else None
+    bus = environment.bus if connect is None else connect or None
     device = next(models[0].parameters()).device
     meet = partial(meet_ranks, name=name, caps_path=caps_path, environment=environment, bus=bus, groups=groups)
     collectives, sockets, identity, place = meet(options=options, data=orders.identity)
@@ -288,7 +285,7 @@ def attach(
         coded=gradients.models.coded,
     )
 
-    make_transport = partial(_transport_of, run, connect, bus, environment)
+    make_transport = partial(_transport_of, run, bus, environment)
     if groups is not None:
         groups.meet, groups.make_transport = meet, make_transport
     steering = Steering(
@@ -322,11 +319,11 @@ def _warn_of_sampler(caller: FrameType) -> None:
         )
 
 
-def _transport_of(run: Run, connect: object, bus: BusSettings | None, environment: Environment) -> Transport:
+def _transport_of(run: Run, bus: BusSettings | None, environment: Environment) -> Transport:
     """The transport of this rank's place: the first rank of each node reports, rank 0 also listens."""
     place = run.place
     if bus is None or place.local_rank > 0:
-        return connect if isinstance(connect, Transport) else Transport()
+        return Transport()
     from .bus_client.client import BusClient  # noqa: PLC0415 - with it nats: 40 ms that a job without a broker saves
 
     client = BusClient(
@@ -480,11 +477,8 @@ def meet_ranks(
         last = last_generation(bus, job, node=node_name(environment.shared))
     # ports of connections that carry no gradients: the broker, and the store of torch.distributed
     ports = set() if bus is None else {urlsplit(url.strip()).port or NATS_PORT for url in bus.url.split(",")}
-    # torch has no public name for the first, and its stubs lack the other names
-    store: Any = distributed_c10d._get_default_store() if dist.is_initialized() else None  # noqa: SLF001
-    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
-        store = store.underlying_store
-    if is_tcp := isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+    store = default_store()
+    if is_tcp := isinstance(store, TCPStore):
         ports.add(store.port)
     sockets = PeerSockets(ports)
     peers = collectives.gather_objects(

@@ -116,11 +116,7 @@ class Session:
         self._meter = steering.meter
         self._steering = steering
         self._transport = steering.transport
-        self._models = models = gradients.models
-        self._updates = gradients.updates
-        self._local = gradients.local_steps
-        self._schedulers = gradients.schedulers
-        self._needs_scaling = gradients.needs_scaling
+        self._models, self._updates, self._local, self._schedulers, self._needs_scaling = gradients
         self._caps_path = caps_path
         self._close_timeout_s = close_timeout_s
         self._may_restart = may_restart
@@ -144,7 +140,7 @@ class Session:
         """Samples since they were updated."""
         self._state_loaded = self._counts_epochs = False
         # the end is published, and the last messages leave, also when the script just ends
-        self._leave = weakref.finalize(self, leave, steering, models, close_timeout_s, may_restart)
+        self._leave = weakref.finalize(self, leave, steering, self._models, close_timeout_s, may_restart)
         if groups is not None:
             self._go_on()
 
