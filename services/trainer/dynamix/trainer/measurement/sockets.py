@@ -121,7 +121,7 @@ def tcp_info(fd: int, connection: Connection) -> TcpInfo | None:
     return _tcp_info(fd) if is_known else None
 
 
-_LIBC = ctypes.CDLL(None)
+_LIBC = ctypes.CDLL(None)  # a `socket` of Python on a descriptor sets its owner's blocking mode (setdefaulttimeout)
 
 
 def _connection(fd: int) -> Connection | None:
