@@ -118,28 +118,3 @@ def test_a_loop_that_was_left_has_ended_its_epoch() -> None:
     assert sorted(results[0]["whole"] + results[1]["whole"]) == list(range(400))
     assert results[0]["lengths"] == [25, 25]
     assert results[0]["epochs"] == [(3, 576), (4, 592)]
-
-
-def _normalise(_rank: int) -> dict[str, Any]:
-    """Two epochs of one sample: one rank has none."""
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
-    model = nn.parallel.DistributedDataParallel(layers)
-    session, _, optimizer = begin_job(Numbered(1, torch.float32), model)
-    steps = []
-    for epoch in session.epochs(2):
-        for batch in session.loader:
-            steps.append((epoch, session.num_samples, len(batch[1])))
-            if session.num_samples == 1:
-                model.eval()  # what the README says of a tail of one sample
-            train_step(session, model, optimizer, batch)
-            model.train()
-    session.close()
-    return {"steps": steps, "position": session.position}
-
-
-def test_a_rank_without_samples_can_normalise_its_dummy_batch() -> None:
-    results = run_ranks(_normalise, 2)
-    assert results[0]["steps"] == [(epoch, 1, 1) for epoch in (0, 1)]
-    assert results[1]["steps"] == [(epoch, 0, 2) for epoch in (0, 1)]
-    assert results[0]["position"] == 2
