@@ -96,7 +96,7 @@ def jetstream() -> dict[str, str]:
 
 PUBLISH = messages() | jetstream()
 HEAR = {
-    f"{V1}reward.alice.r1.node-a": "t",
+    f"{V1}reward.alice.r1.node-a": "",
     f"{V1}reward.bob.r1.node-b": "",
     f"{V1}trace.alice.r1.node-a": "t",
     f"{V1}trace.bob.r1.node-b": "",
@@ -243,19 +243,19 @@ async def test_a_key_for_two_names_is_for_all_runs_of_both(broker: DeployedBroke
 async def test_trainers_and_services_receive_each_others_messages_once(broker: DeployedBroker) -> None:
     async with (
         raw_client(broker.settings("trainer")) as trainer,
-        raw_client(broker.settings("reward")) as reward,
+        raw_client(broker.settings("collector")) as collector,
         raw_client(broker.settings("arbitrator")) as arbitrator,
         raw_client(broker.settings("watcher")) as watcher,
     ):
-        await trainer.hear(f"{V1}reward.alice.*.*", f"{V1}stored.action.alice.*")
+        await trainer.hear(f"{V1}trace.alice.*.*", f"{V1}stored.action.alice.*")
         await watcher.hear(f"{V1}live.*.*", f"{V1}stored.action.>")
-        await reward.ask(f"{V1}reward.alice.r1.node-a", b"reward")
+        await collector.ask(f"{V1}trace.alice.r1.node-a", b"trace")
         await arbitrator.ask(f"{V1}action.alice.r1", b"action")
         await trainer.send(f"{V1}live.trainer.t", b"live")
-        for client in (reward, arbitrator, trainer, watcher):
+        for client in (collector, arbitrator, trainer, watcher):
             await client.settle()
     assert [(m.subject, m.data) for m in trainer.heard] == [
-        (f"{V1}reward.alice.r1.node-a", b"reward"),
+        (f"{V1}trace.alice.r1.node-a", b"trace"),
         (f"{V1}stored.action.alice.r1", b"action"),
     ]
     assert [m.subject for m in watcher.heard] == [f"{V1}stored.action.alice.r1", f"{V1}live.trainer.t"]

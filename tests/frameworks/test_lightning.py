@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.support.training import Numbered, make_model, offer
 from torch import nn
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import DataLoader
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 NUM_SAMPLES = 100
@@ -92,12 +92,3 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_uses_what_is_left(lightning: An
     trainer.fit(second, *_loaders(), ckpt_path=checkpoint.best_model_path, weights_only=False)
     assert Counter(first.used + second.used) == Counter(dict.fromkeys(range(NUM_SAMPLES), 2))
     assert trainer.global_step == 14
-
-
-def test_a_sampler_of_its_own_chooses_the_samples(lightning: Any) -> None:
-    sampler = WeightedRandomSampler([1.0] * 10 + [0.0] * (NUM_SAMPLES - 10), NUM_SAMPLES)
-    classifier = _classifier(lightning)
-    trainer = _trainer(lightning, [_callback()], max_epochs=2)
-    trainer.fit(classifier, DataLoader(Numbered(NUM_SAMPLES), batch_size=16, sampler=sampler))
-    assert len(classifier.used) == 2 * NUM_SAMPLES
-    assert set(classifier.used) == set(range(10))

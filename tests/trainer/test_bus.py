@@ -81,7 +81,7 @@ def _step(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, 
 
 
 def _train_until_steered(_rank: int) -> dict[str, Any]:
-    """Train until the target sizes are active, then three windows more and until an adopted window has its reward."""
+    """Train until the target sizes are active, then three windows more."""
     logger = Kept()
     session, model, optimizer = _attach(logger)
     sizes, last = [], 10**9
@@ -95,11 +95,9 @@ def _train_until_steered(_rank: int) -> dict[str, Any]:
                     last = min(last, session.window + 3)
                 if len(sizes) % WINDOW_STEPS or session.window < last:
                     continue
-                rows = session.metrics()
-                if any(gather(any("reward/mean" in row and row.get("decision") == "adopted" for row in rows[:-1]))):
-                    session.close()
-                    found = {"sizes": sizes, "job": session.job, "samples": session.position}
-                    return found | {"rows": session.metrics(), "logged": logger.windows}
+                session.close()
+                found = {"sizes": sizes, "job": session.job, "samples": session.position}
+                return found | {"rows": session.metrics(), "logged": logger.windows}
     raise AssertionError("never steered")
 
 
@@ -115,7 +113,7 @@ async def _collect(bus: Bus, kind: type[Any], stream: str, subject: str) -> list
 
 
 async def _arbitrate(bus: Bus) -> None:
-    """Answer the first report with what must be refused, later ones with the target; and all with a reward."""
+    """Answer the first report with what must be refused, later ones with the target."""
     async with bus.consume("REPORTS", [subjects.of("report", "*", "*")], start="all", durable="d") as reports:
         async for batch in reports:
             for message in batch:
@@ -132,7 +130,6 @@ async def _arbitrate(bus: Bus) -> None:
                 elif report.window >= 20:  # no window sees both what it refuses and what it adopts
                     action = _action(report.job, report.window)
                     await bus.publish_bytes(subject, encode(action), f"action:{report.window}")
-                await bus.publish(examples.reward("node-a", (0, 1), report.window, 1.0, job=report.job))
 
 
 async def test_a_report_goes_out_and_its_action_is_adopted_by_all_ranks_at_one_boundary(
@@ -173,17 +170,16 @@ async def test_a_report_goes_out_and_its_action_is_adopted_by_all_ranks_at_one_b
 def _check_metrics(first: dict[str, Any], second: dict[str, Any]) -> None:
     rows = first["rows"]
     assert any(row["decision"] == "refused" and "was refused: " in row["reason"] for row in rows)
-    rewarded = next(row for row in rows if row["decision"] == "adopted" and "reward/mean" in row)
-    assert (rewarded["reward/mean"], rewarded["reward/size"]) == (1.0, -0.1)
-    assert rewarded["policy"] == "test"
-    assert rewarded["decided_window"] < rewarded["window"]
-    assert f"{sum(TARGET)} samples per step on window {rewarded['decided_window']}" in rewarded["reason"]
+    adopted = next(row for row in rows if row["decision"] == "adopted")
+    assert adopted["policy"] == "test"
+    assert adopted["decided_window"] < adopted["window"]
+    assert f"{sum(TARGET)} samples per step on window {adopted['decided_window']}" in adopted["reason"]
     assert [step for step, _ in first["logged"]] == [row["step"] for row in rows]
     assert first["logged"][-1][1]["summary/num_steps"] == rows[-1]["step"]
-    assert first["logged"][rewarded["window"]][1]["reason"] == rewarded["reason"]
+    assert first["logged"][adopted["window"]][1]["reason"] == adopted["reason"]
     assert second["logged"] == []
     assert [row["window"] for row in second["rows"]] == [row["window"] for row in rows]
-    assert not any(name.startswith(("reward", "decision", "reason")) for row in second["rows"] for name in row)
+    assert not any(name.startswith(("decision", "reason")) for row in second["rows"] for name in row)
 
 
 def _check_report(report: Report, sizes: list[tuple[int, ...]]) -> None:

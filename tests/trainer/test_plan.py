@@ -130,13 +130,17 @@ def test_each_sample_is_drawn_exactly_once_whatever_changes(
     assert used == epoch_order(num_samples, 3, 0, shuffle=True).tolist()
 
 
-@given(st.integers(1, 300), CHANGES, st.booleans())
-def test_the_number_of_steps_left_is_what_is_drawn(
-    num_samples: int, changes: list[tuple[int, tuple[int, int, int]]], drop_last: bool
+@given(st.integers(1, 300), CHANGES, st.booleans(), st.sampled_from([None, 5]))
+def test_the_number_of_batches_left_is_what_is_drawn(
+    num_samples: int, changes: list[tuple[int, tuple[int, int, int]]], drop_last: bool, most: int | None
 ) -> None:
     orders = Permutations(num_samples, 0, shuffle=False)
-    sampler = PlanSampler(orders, _schedule(changes), division=Division(0), drop_last=drop_last)
+    sampler = PlanSampler(orders, _schedule(changes), division=Division(0, most), drop_last=drop_last)
     assert sampler.num_batches_left(Position()) == len(list(sampler))
+    for number, batch in enumerate(sampler.drawn):
+        if batch.is_last and batch.plan.offset == 0:
+            after = Position().after(batch.plan)
+            assert sampler.num_batches_left(after) == len(sampler.drawn) - number - 1
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
-"""Whole small jobs on real gloo ranks: resumed, without a bus, out of memory, left in the middle of an epoch."""
+"""Whole small jobs on real gloo ranks: resumed, without a bus, left in the middle of an epoch."""
 
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from tests.support.training import (
     Numbered,
     begin_job,
     flat_parameters,
-    gather,
     offer,
     straight_and_resumed,
     train_step,
@@ -93,47 +91,6 @@ def test_without_a_bus_training_runs_unchanged() -> None:
         assert away[rank]["close_s"] < 30
 
 
-def _run_out_of_memory(rank: int, caps: Path) -> dict[str, Any]:
-    data = Numbered(600, torch.float32)
-
-    options: dict[str, Any] = {"local_batch_size": (20, 40), "min_local_batch_size": 4, "memory_caps_path": caps}
-    session, model, optimizer = begin_job(data, window_steps=2, **options)
-    error = torch.OutOfMemoryError("by hand") if rank == 1 else RuntimeError("the other rank is gone")
-
-    def fail_at_step_3() -> None:
-        with session:
-            for batch in session.loader:
-                if session.step_index == 3:
-                    raise error
-                train_step(session, model, optimizer, batch)
-
-    with pytest.raises(type(error), match=str(error)):
-        fail_at_step_3()
-    gather("both have failed")  # as a launcher would wait before it starts all of them again
-
-    session, model, optimizer = begin_job(data, window_steps=2, **options)
-    sizes = []
-    for batch in session.loader:
-        offer(session, (30, 33))
-        train_step(session, model, optimizer, batch)
-        sizes.append(session.local_batch_sizes)
-    offers = session._steering.offers
-    session.close()
-    return {
-        "bounds": session._run.identity.max_local_batch_sizes,
-        "sizes": set(sizes),
-        "refused": None if offers is None else dict(offers.num_refused),
-    }
-
-
-def test_a_rank_out_of_memory_lowers_its_bound_for_the_next_start(tmp_path: Path) -> None:
-    results = run_ranks(_run_out_of_memory, 2, tmp_path / "caps")
-    for result in results:
-        assert result["bounds"] == (1024, 32)
-        assert result["sizes"] == {(20, 32)}
-    assert results[0]["refused"]["bounds"] > 0
-
-
 def _leave_early(_rank: int) -> dict[str, Any]:
     data = Numbered(400, torch.float32)
     session, model, optimizer = begin_job(data, shuffle=False, num_workers=2, persistent_workers=True)
@@ -161,28 +118,3 @@ def test_a_loop_that_was_left_has_ended_its_epoch() -> None:
     assert sorted(results[0]["whole"] + results[1]["whole"]) == list(range(400))
     assert results[0]["lengths"] == [25, 25]
     assert results[0]["epochs"] == [(3, 576), (4, 592)]
-
-
-def _normalise(_rank: int) -> dict[str, Any]:
-    """Two epochs of one sample: one rank has none."""
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
-    model = nn.parallel.DistributedDataParallel(layers)
-    session, _, optimizer = begin_job(Numbered(1, torch.float32), model)
-    steps = []
-    for epoch in session.epochs(2):
-        for batch in session.loader:
-            steps.append((epoch, session.num_samples, len(batch[1])))
-            if session.num_samples == 1:
-                model.eval()  # what the README says of a tail of one sample
-            train_step(session, model, optimizer, batch)
-            model.train()
-    session.close()
-    return {"steps": steps, "position": session.position}
-
-
-def test_a_rank_without_samples_can_normalise_its_dummy_batch() -> None:
-    results = run_ranks(_normalise, 2)
-    assert results[0]["steps"] == [(epoch, 1, 1) for epoch in (0, 1)]
-    assert results[1]["steps"] == [(epoch, 0, 2) for epoch in (0, 1)]
-    assert results[0]["position"] == 2

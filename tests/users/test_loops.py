@@ -30,26 +30,6 @@ def test_a_single_process_needs_no_process_group(options: dict[str, Any]) -> Non
     assert sorted(used) == list(range(100))
 
 
-def _lengths(_rank: int, options: dict[str, Any]) -> tuple[list[int], int]:
-    session, model, optimizer = begin_job(Numbered(330), local_batch_size=16, **options)
-    lengths = [len(session.loader)]
-    for batch in session.loader:
-        loss_of(model, batch).backward()
-        if session.sync_gradients:
-            optimizer.step()
-            optimizer.zero_grad()
-        session.step()
-        lengths.append(len(session.loader))
-    session.close()
-    return lengths, len(lengths) - 1
-
-
-@pytest.mark.parametrize("options", [{}, {"micro_batch_size": 5}])
-def test_the_length_of_the_loader_stays_while_an_epoch_is_trained(options: dict[str, Any]) -> None:
-    for lengths, number in run_ranks(_lengths, 2, options):
-        assert set(lengths) == {number}
-
-
 def _ahead(batches: Any) -> Iterator[Any]:
     """What a prefetcher does: fetch the next batch before the current one is trained on."""
     source = iter(batches)

@@ -76,6 +76,7 @@ def _script(kind: str, *, attaches: bool, **options: Any) -> dict[str, Any]:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            lengths.append(len(loader))
             mine.append(batch[2].tolist())
             steps.append(sorted(gathered(mine[-1])))
             if number == 2:

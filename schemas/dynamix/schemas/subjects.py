@@ -66,7 +66,7 @@ KINDS = (
     Kind("state", 4, messages.State, ("job", "node"), _WINDOW, FEED,
          ("collector",), ("arbitrator", "learner"), "state vectors of a node's ranks"),
     Kind("reward", 5, messages.Reward, ("job", "node"), _WINDOW, FEED,
-         ("reward",), ("trainer", "learner"), "rewards, every term apart", "rank 0, for its metrics"),
+         ("reward",), ("learner",), "rewards, every term apart"),
     Kind("action", 6, messages.Action, ("job",), (*_WINDOW, "hash"), ACTIONS,
          ("arbitrator",), ("trainer", "learner"), "the one decision for a window", "rank 0"),
     Kind("applied", 7, messages.Applied, ("job",), ("generation", "decided_window"), FEED,

@@ -12,12 +12,11 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch._C._distributed_c10d import TCPStore  # public, missing in the stubs of dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from dynamix.runtime.settings import BusSettings, node_name
-from dynamix.schemas.messages import OptimizerFamily
 from dynamix.schemas.messages.allocation import Exchange, ExchangePermission, Explored, GlobalBatch
 from dynamix.trainer.bus_client.transport import Transport
 from dynamix.trainer.data.loader import (
@@ -50,17 +49,16 @@ from dynamix.trainer.gradient.models import (
     world_size_of,
 )
 from dynamix.trainer.job.identity import (
-    Attempt,
     JobIdentity,
     Peer,
     Place,
-    attempt_of,
     check_alike,
     hosts_of,
     merge_caps,
     nodes_of,
     propose_job,
     read_caps,
+    restarts_of,
 )
 from dynamix.trainer.job.options import (
     JobOptions,
@@ -73,7 +71,7 @@ from dynamix.trainer.local_steps import LocalSteps
 from dynamix.trainer.loggers import MetricHistory, MetricLogger, find_loggers
 from dynamix.trainer.measurement.memory import MemorySearch
 from dynamix.trainer.measurement.meter import RankMeter
-from dynamix.trainer.measurement.sockets import PeerSockets, this_process
+from dynamix.trainer.measurement.sockets import PeerSockets, default_store, this_process
 from dynamix.trainer.steering.collectives import Collectives
 from dynamix.trainer.steering.run import Run
 from dynamix.trainer.steering.steering import Steering
@@ -111,7 +109,6 @@ def attach(
     weighting: Weighting = "auto",
     base_hook: BaseHook | None = None,
     exchange: ExchangePermission | Exchange = "exact",
-    optimizer_family: OptimizerFamily | None = None,
     policy: str | None = None,
     policy_options: Mapping[str, float | str] | None = None,
     manager: Any = None,
@@ -119,11 +116,10 @@ def attach(
     shuffle: bool | None = None,
     drop_last: bool | None = None,
     sampler: OwnSampler | None = None,
-    token_counts: Sequence[int] | None = None,
     count_tokens: CountTokens | None = None,
     noise_every: int = 10,
     memory_caps_path: str | Path | None = None,
-    connect: BusSettings | Transport | Literal[False] | None = None,
+    connect: BusSettings | Literal[False] | None = None,
     loggers: Sequence[str | MetricLogger] = (),
     **loader_options: Unpack[LoaderOptions],
 ) -> Session:
@@ -179,7 +175,6 @@ def attach(
             `lossy` also rounding, with the error added to the next step's gradient, `local` also several steps between
             two averagings. An `Exchange` sets it for the whole run instead. It needs our own hook, under
             FSDP2 on a mesh inside of each node.
-        optimizer_family: `sgd` or `adam` for the reward. Default: by the optimizer's class.
         policy: name of the policy. Default: `split`, or `rule` with an adaptive global batch. Under both the ranks
             divide the global batch by their measured speeds from the first step on, with or without a bus; under
             `static` nothing changes.
@@ -192,15 +187,13 @@ def attach(
         sampler: beside a data set, order of each epoch: a function from the epoch's number to indices, or a sampler of
             torch (weighted, class-balanced, a subset); called in rank 0, for all ranks. An epoch has as many samples as
             it draws, and `shuffle` is ignored.
-        token_counts: tokens of each sample that count in its loss, in the data set's order: batches are then made by
-            tokens, and every size, bound and report is in tokens.
         count_tokens: number of tokens of a batch that count in its loss, for example
             `lambda batch: (batch["labels"] != -100).sum()`; sizes stay in samples.
         noise_every: steps between two measurements of the gradient noise, after 20 of which each is measured; a
             measurement costs two passes over the gradient.
         memory_caps_path: path beside your checkpoint, at which a rank that ran out of memory stores its bound.
         connect: the bus. None: the one that `DYNAMIX_NATS_...` variables name, as `dynamix train` sets them; without
-            any the job has no bus, opens no connection and no thread. False: no bus. Or a transport of your own.
+            any the job has no bus, opens no connection and no thread. False: no bus.
         loggers: receivers of each window's metrics in global rank 0: `tensorboard`, `wandb`, `mlflow`, `csv`, `jsonl`,
             names registered in the entry-point group `dynamix.loggers`, or objects with `log(metrics, *, step)` and
             `close()` such as those of `dynamix.extras.loggers`.
@@ -242,18 +235,15 @@ def attach(
     metric_loggers = find_loggers(
         loggers, rank=groups.group.rank() if groups else dist.get_rank() if world_size > 1 else 0
     )
-    if token_counts is not None:
-        most = options.max_local_batch_size
-        orders.count_by_tokens(token_counts, dataset, most=min(most, micro_batch_size or most))
     if options.accumulates:
         check_accumulation(averaging, models, counts_in_batches=count_tokens is not None)
     caps_path = None if memory_caps_path is None else Path(memory_caps_path)
-    if not (connect is None or connect is False or isinstance(connect, BusSettings | Transport)):
+    if not (connect is None or connect is False or isinstance(connect, BusSettings)):
         raise TypeError(
             f"connect={connect!r} is of type {type(connect).__name__}: leave connect out and set DYNAMIX_NATS_URL, "
             "pass dynamix.runtime.settings.BusSettings(url=...), or pass False to train without a bus"
         )
-    bus = environment.bus if connect is None else connect if isinstance(connect, BusSettings) else None
+    bus = environment.bus if connect is None else connect or None
     device = next(models[0].parameters()).device
     meet = partial(meet_ranks, name=name, caps_path=caps_path, environment=environment, bus=bus, groups=groups)
     collectives, sockets, identity, place = meet(options=options, data=orders.identity)
@@ -295,7 +285,7 @@ def attach(
         coded=gradients.models.coded,
     )
 
-    make_transport = partial(_transport_of, run, connect, bus, environment)
+    make_transport = partial(_transport_of, run, bus, environment)
     if groups is not None:
         groups.meet, groups.make_transport = meet, make_transport
     steering = Steering(
@@ -303,8 +293,8 @@ def attach(
         meter=meter,
         sampler=loader.plans,
         collectives=collectives,
-        transport=(transport := make_transport()),
-        history=MetricHistory(metric_loggers, transport),
+        transport=make_transport(),
+        history=MetricHistory(metric_loggers),
         losses=gradients.models.losses,
         says_summary=environment.trainer.summary,
     )
@@ -329,11 +319,11 @@ def _warn_of_sampler(caller: FrameType) -> None:
         )
 
 
-def _transport_of(run: Run, connect: object, bus: BusSettings | None, environment: Environment) -> Transport:
+def _transport_of(run: Run, bus: BusSettings | None, environment: Environment) -> Transport:
     """The transport of this rank's place: the first rank of each node reports, rank 0 also listens."""
     place = run.place
     if bus is None or place.local_rank > 0:
-        return connect if isinstance(connect, Transport) else Transport()
+        return Transport()
     from .bus_client.client import BusClient  # noqa: PLC0415 - with it nats: 40 ms that a job without a broker saves
 
     client = BusClient(
@@ -361,7 +351,6 @@ def _gradients(
 ) -> Gradients:
     """Make the parts that weight, exchange and apply gradients; `given` are further arguments of `attach`."""
     options, is_first = run.options, run.place.rank == 0
-    by_samples = given["count_tokens"] is None and given["token_counts"] is None
     servers = GradientServers(options.gradient_servers, run.identity.job, run.place.rank, collectives.world_size)
     is_ddp = all(isinstance(each, DistributedDataParallel) for each in models)
     nodes = Nodes.among(run.identity.hosts, run.place.rank) if is_ddp else None
@@ -371,7 +360,7 @@ def _gradients(
     if is_first and len(sizes) > 1 and (options.policy != "static" or len(set(sizes)) > 1):
         losses = LossWarnings(
             is_sum=options.reduction == "sum",
-            weighs_samples=by_samples,
+            weighs_samples=given["count_tokens"] is None,
             is_joint=needs_equal_steps(models),
             has_equal_data=options.shuffle and isinstance(loader.plans.orders, Permutations | DistributedOrders),
             is_in_parts=options.micro_batch_size is not None,
@@ -488,11 +477,8 @@ def meet_ranks(
         last = last_generation(bus, job, node=node_name(environment.shared))
     # ports of connections that carry no gradients: the broker, and the store of torch.distributed
     ports = set() if bus is None else {urlsplit(url.strip()).port or NATS_PORT for url in bus.url.split(",")}
-    # torch has no public name for the first, and its stubs lack the other names
-    store: Any = distributed_c10d._get_default_store() if dist.is_initialized() else None  # noqa: SLF001
-    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
-        store = store.underlying_store
-    if is_tcp := isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+    store = default_store()
+    if is_tcp := isinstance(store, TCPStore):
         ports.add(store.port)
     sockets = PeerSockets(ports)
     peers = collectives.gather_objects(
@@ -500,7 +486,7 @@ def meet_ranks(
             node=node_name(environment.shared),
             process=this_process(),
             job=job,
-            attempt=Attempt(launch.id, launch.restart_count, launch.max_restarts),
+            restarts=launch.restart_count,
             last_generation=last,
             connections=sockets.candidates(),
             memory_caps={} if caps_path is None else read_caps(caps_path),
@@ -519,14 +505,14 @@ def meet_ranks(
             if key.startswith("default_pg/") and "//cpu//" in key:
                 store.delete_key(key)
     check_alike(peers)
-    attempt, nodes = attempt_of(peers), nodes_of(peers)
+    restarts, nodes = restarts_of(peers), nodes_of(peers)
     node = next(each for each in nodes if collectives.rank in each.ranks)
     place = Place(collectives.rank, node.ranks.index(collectives.rank), node.node, node.ranks)
     sockets.match([peer.connections for peer in peers], place.rank, place.node_ranks)
     identity = JobIdentity(
         job=peers[0].job,
-        generation=max(attempt.restarts, 0 if peers[0].last_generation is None else peers[0].last_generation + 1),
-        attempt=attempt,
+        generation=max(restarts, 0 if peers[0].last_generation is None else peers[0].last_generation + 1),
+        restarts=restarts,
         nodes=nodes,
         max_local_batch_sizes=merge_caps(
             (peer.memory_caps for peer in peers),

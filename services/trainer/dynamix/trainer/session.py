@@ -39,7 +39,7 @@ from dynamix.trainer.gradient.hook import CoveredModels
 from dynamix.trainer.gradient.learning_rate import Schedulers, Updates
 from dynamix.trainer.gradient.models import unwrapped, unwrapped_optimizer
 from dynamix.trainer.gradient.noise import NoiseAverage, is_measured
-from dynamix.trainer.job.identity import Attempt, generation_after, lower_cap, merge_caps
+from dynamix.trainer.job.identity import lower_cap, merge_caps
 from dynamix.trainer.local_steps import LocalSteps
 from dynamix.trainer.measurement.meter import Scalar, detached
 from dynamix.trainer.steering.fast_loop import RateFilter
@@ -116,11 +116,7 @@ class Session:
         self._meter = steering.meter
         self._steering = steering
         self._transport = steering.transport
-        self._models = models = gradients.models
-        self._updates = gradients.updates
-        self._local = gradients.local_steps
-        self._schedulers = gradients.schedulers
-        self._needs_scaling = gradients.needs_scaling
+        self._models, self._updates, self._local, self._schedulers, self._needs_scaling = gradients
         self._caps_path = caps_path
         self._close_timeout_s = close_timeout_s
         self._may_restart = may_restart
@@ -144,7 +140,7 @@ class Session:
         """Samples since they were updated."""
         self._state_loaded = self._counts_epochs = False
         # the end is published, and the last messages leave, also when the script just ends
-        self._leave = weakref.finalize(self, leave, steering, models, close_timeout_s, may_restart)
+        self._leave = weakref.finalize(self, leave, steering, self._models, close_timeout_s, may_restart)
         if groups is not None:
             self._go_on()
 
@@ -164,7 +160,7 @@ class Session:
         A resumed run passes the number of epochs of the whole run, not of those that are left.
         """
         num_epochs = checked("session.epochs(num_epochs)", num_epochs, AtLeast0)
-        self._run.total_samples = num_epochs * self._run.data.size or None
+        self._run.total_samples = num_epochs * self._run.data.num_samples or None
         loader = self._loader
         first = loader.position.epoch + (1 if loader.epoch_is_over else 0)
         planned = max(self._run.num_epochs or 0, first)
@@ -317,7 +313,7 @@ class Session:
         self._models.enter_world(place.rank, collectives.world_size)
         if (min(before.rank, 1), min(before.local_rank, 1)) != (min(place.rank, 1), min(place.local_rank, 1)):
             self._transport.begin_close(self._close_timeout_s)
-            self._transport = steering.transport = steering.history.transport = groups.make_transport()
+            self._transport = steering.transport = groups.make_transport()
         self._go_on()
         self._loader.draw_again()
         if place.rank == 0:
@@ -466,7 +462,7 @@ class Session:
 
     @property
     def generation(self) -> int:
-        """Which start of the job this is, from 0; never the same twice, but numbers may be left out."""
+        """Which start of the job this is, from 0; numbers may be left out."""
         return self._run.identity.generation
 
     @property
@@ -531,7 +527,7 @@ class Session:
         """The windows so far, the newest 4,096, as the loggers get them: `pandas.DataFrame(session.metrics())`.
 
         Sizes, times, throughput, noise, loss; what is not known is left out. In global rank 0 also the decision and
-        its reason, and where a reward service runs, its rewards.
+        its reason.
         """
         return self._steering.history.rows()
 
@@ -576,7 +572,6 @@ class Session:
             "version": VERSION,
             "job": run.identity.job,
             "generation": run.identity.generation,
-            "attempt": run.identity.attempt._asdict(),
             "data": run.data._asdict(),
             "position": position._asdict(),
             "order": digest,
@@ -615,8 +610,7 @@ class Session:
         position = Position(**state["position"])
         generation, caps = run.identity.generation, run.identity.max_local_batch_sizes
         if state["job"] == run.identity.job:
-            after = generation_after(state["generation"], Attempt(**state["attempt"]), run.identity.attempt)
-            generation = max(generation, after)
+            generation = max(generation, state["generation"] + 1 + run.identity.restarts)  # a restart may save nothing
         if is_same_world := len(state["local_batch_sizes"]) == len(run.options.local_batch_sizes):
             known = (dict(enumerate(caps)), dict(enumerate(state["memory_caps"])))
             run.search = None if state["memory_caps"] else run.search
@@ -697,7 +691,7 @@ class Session:
         shares_times = allocation.split == "tracking" and self._run.fast_loop.measures(step)
         self._models.begin(batch, measures=measures, shares_times=shares_times)
         self._meter.clock.own_s += time.perf_counter() - began
-        self._meter.clock.handed_out(batch.size)
+        self._meter.clock.handed_out(batch.num_samples)
 
     def _end(self, reason: str) -> None:
         if not self._run.ended:
@@ -711,7 +705,7 @@ class Session:
 
 # --- the checkpoint: numbers, lists and tensors, safe for `torch.load(weights_only=True)`
 
-VERSION = 9
+VERSION = 10
 
 
 def _policy_of(run: Run) -> list[Any]:
@@ -777,7 +771,7 @@ def warn_of_missing_state(run: Run, *, from_snapshot: bool) -> None:
     if from_snapshot:
         what = "the optimizer has made steps already"
     if what:
-        is_new_run = generation and not from_snapshot and not run.identity.attempt.restarts
+        is_new_run = generation and not from_snapshot and not run.identity.restarts
         _log.warning(
             "%s, %s this session begins at epoch 0 with sample 0%s: if the model comes from a snapshot, save "
             "session.state_dict() in it, and call session.load_state_dict(...) on all ranks before the first batch",

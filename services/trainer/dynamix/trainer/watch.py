@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, TCPStore  # public, missing in the stubs of dist
 from torch.distributed import fsdp
 from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -29,7 +30,7 @@ from torch.utils.data import dataloader
 
 from dynamix.runtime.settings import node_name
 from dynamix.schemas.watching import BETWEEN, COMPUTE, DATA, SYNC, UPDATE, Row, Step
-from dynamix.trainer.measurement.sockets import Connection, PeerSockets
+from dynamix.trainer.measurement.sockets import Connection, PeerSockets, default_store
 from dynamix.trainer.settings import read_environment
 
 ENTERED, FORWARD, READY, DONE, UPDATED, ASKED, GOT, WAITS, WAITED = range(9)
@@ -267,16 +268,12 @@ class Reporter:
     def _connect(self) -> None:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._node, self._fetched = node_name(self._environment.shared), [0] * self._world_size
-        c10d: Any = dist
-        store = c10d.distributed_c10d._get_default_store()  # noqa: SLF001 - no public name
-        while isinstance(store, c10d.PrefixStore):
-            store = store.underlying_store
-        is_tcp = isinstance(store, c10d.TCPStore)
-        self._sockets = PeerSockets([store.port] if is_tcp else [])
-        if is_tcp:  # a connection of our own: no request of the script waits for one of ours
-            store = c10d.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
-        elif isinstance(store, c10d.FileStore):
-            store = c10d.FileStore(store.path, self._world_size)
+        store = default_store()
+        self._sockets = PeerSockets([store.port] if isinstance(store, TCPStore) else [])
+        if isinstance(store, TCPStore):  # a connection of our own: no request of the script waits for one of ours
+            store = TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
+        elif isinstance(store, FileStore):
+            store = FileStore(store.path, self._world_size)  # type: ignore[attr-defined]
         self._store = store
         self._out = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._out.settimeout(INTERVAL_S)  # ten rows fill it

@@ -227,7 +227,7 @@ def permissions_of(role: str) -> tuple[list[str], list[str]]:
     for kind in KINDS:
         if role in kind.receivers and kind.stream is not None and role not in DURABLES:
             wanted, at_once = _subject(kind, role), role == "trainer" and not kind.stream.announces
-            heard.append(wanted if at_once else subjects.announced(wanted))  # a trainer hears rewards as they are sent
+            heard.append(wanted if at_once else subjects.announced(wanted))  # a trainer hears traces as they are sent
     return sent, heard
 
 

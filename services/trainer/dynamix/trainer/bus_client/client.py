@@ -1,4 +1,4 @@
-"""Sends a rank's messages over the bus and receives actions, traces and rewards; imported only where there is a bus.
+"""Sends a rank's messages over the bus and receives actions and traces; imported only where there is a bus.
 
 The bus client is a daemon thread with an event loop of its own. The training thread only appends to a bounded outbox
 and reads a bounded inbox. Whatever happens to the bus - away, slow, closed, refused - happens in this thread; training
@@ -13,8 +13,8 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Coroutine
+from typing import Any
 
 from dynamix.runtime.bus import Bus, BusError, BusMessage
 from dynamix.runtime.bus.health import HEARTBEAT_S, DeadLetters, Watchdog, send_heartbeats
@@ -22,7 +22,7 @@ from dynamix.runtime.settings import BusSettings
 from dynamix.schemas import subjects
 from dynamix.schemas.chain import is_intact
 from dynamix.schemas.codec import MalformedMessageError, decode, decode_or_none, encode, message_id
-from dynamix.schemas.messages import Action, Job, Live, Message, Report, Reward, Trace
+from dynamix.schemas.messages import Action, Job, Live, Message, Report, Trace
 from dynamix.schemas.messages.allocation import MAX_GENERATION
 from dynamix.schemas.streams import ACTIONS, JOBS
 
@@ -44,11 +44,9 @@ WITHOUT_BROKER = (
 
 _log = logging.getLogger("dynamix.trainer")
 
-M = TypeVar("M", bound=Message)
-
 
 class BusClient(Transport):
-    """The transport over the bus: publishes this rank's messages; global rank 0 gets its job's actions and rewards.
+    """The transport over the bus: publishes this rank's messages; global rank 0 gets its job's actions.
 
     Under `stigmergy` the first rank of each node gets the traces of the agent of that node.
     """
@@ -165,16 +163,9 @@ class BusClient(Transport):
         )
         duties: list[Coroutine[Any, Any, object]] = [closed.wait(), self._publish_all(bus), self._send_heartbeats(bus)]
         if (job := self._actions_of) is not None:
-            rewards = subjects.of("reward", job, subjects.ANY)
-            duties += [
-                self._listen(bus, subjects.of("action", job)),
-                self._hear(bus, rewards, Reward, self.add_reward, "rewards, metrics go without them"),
-                self._keep_specification(bus),
-            ]
-        if self._traces_of is not None:
-            traces = subjects.of("trace", self._traces_of, self._node)
-            without = "traces, the ranks of this node keep their share"
-            duties.append(self._hear(bus, traces, Trace, self.leave_trace, without))
+            duties += [self._listen(bus, subjects.of("action", job)), self._keep_specification(bus)]
+        if (job := self._traces_of) is not None:
+            duties.append(self._hear_traces(bus, subjects.of("trace", job, self._node)))
         tasks = [asyncio.create_task(duty) for duty in duties]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -251,18 +242,18 @@ class BusClient(Transport):
                 self._complain("cannot listen to actions; trying again", error)
                 await asyncio.sleep(RETRY_S)
 
-    async def _hear(self, bus: Bus, subject: str, kind: type[M], take: Callable[[M], None], without: str) -> None:
-        """Receive messages as they are published; missed ones are not requested."""
+    async def _hear_traces(self, bus: Bus, subject: str) -> None:
+        """Receive traces as they are published; missed ones are not requested."""
         dead_letters = DeadLetters(bus, SERVICE, self._counters)
         try:
             async with bus.subscribe(subject) as messages:
                 async for message in messages:
                     try:
-                        take(decode(kind, message.subject, message.payload))
+                        self.leave_trace(decode(Trace, message.subject, message.payload))
                     except MalformedMessageError as error:
                         await dead_letters.set_aside(message, str(error))
         except BusError as error:
-            self._complain(f"cannot hear {without}", error)
+            self._complain("cannot hear traces, the ranks of this node keep their share", error)
         await asyncio.Event().wait()  # a duty that ends would end the others
 
     def _complain(self, what: str, error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""The training thread's view of the bus: messages out; actions, traces and rewards in, by bounded queues.
+"""The training thread's view of the bus: messages out; actions and traces in.
 
 `client` is the transport with a broker. This module imports neither nats nor asyncio: a job without a broker needs
 neither.
@@ -7,12 +7,10 @@ neither.
 from collections import deque
 from collections.abc import Iterator
 
-from dynamix.schemas.messages import Action, Message, Reward, Trace
+from dynamix.schemas.messages import Action, Message, Trace
 
 INBOX_ACTIONS = 64
 """Only the newest action counts; the rest is slack for one window."""
-INBOX_REWARDS = 4096
-"""Rewards: one message per node and window; of more the oldest are dropped."""
 
 
 class Transport:
@@ -32,7 +30,6 @@ class Transport:
 
     def __init__(self) -> None:
         self._actions: deque[Action] = deque(maxlen=INBOX_ACTIONS)
-        self._rewards: deque[Reward] = deque(maxlen=INBOX_REWARDS)
 
     def publish(self, message: Message) -> None:
         """Hand a message over."""
@@ -49,15 +46,6 @@ class Transport:
     def leave_trace(self, trace: Trace) -> None:
         """Store the newest trace of this node's agent; safe from any thread."""
         self.newest_trace = trace
-
-    def add_reward(self, reward: Reward) -> None:
-        """Hand in a node's rewards for one window; safe from any thread."""
-        self._rewards.append(reward)
-
-    def take_rewards(self) -> Iterator[Reward]:
-        """The rewards received since the last call, oldest first."""
-        while self._rewards:
-            yield self._rewards.popleft()
 
     def begin_close(self, timeout_s: float) -> None:
         """End the transport once all messages are sent, at the latest after `timeout_s`; returns at once."""

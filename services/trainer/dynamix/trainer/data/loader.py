@@ -80,12 +80,23 @@ def check_loader_options(options: LoaderOptions, look_ahead: int, known: Iterabl
 class _Loop:
     """A loop over the loader; the script may run another one inside of it, which only looks at batches."""
 
+    began_at: Position
+    position: Position
     is_open: bool = True
     """Whether the script can go on with it."""
     first: Callable[[], object] | None = None
     """The first tensor of its first batch, while that lives."""
-    left_at: dict[str, Any] = field(default_factory=dict)
-    """The loader's state in it when another loop began."""
+    held: deque[MicroBatch] = field(default_factory=deque)
+    """Batches that were handed out and not trained yet, oldest first; more than one if the script looks ahead."""
+    is_exhausted: bool = False
+    """Whether it reached the end of its epoch."""
+    num_untrained: int = 0
+    """Batches that were passed by without any training on them."""
+    num_trained: int = 0
+    """Batches of the steps that ended."""
+    num_in_step: int = 0
+    plans: tuple[Any, ...] = ()
+    """What the sampler had of it when another loop began."""
 
 
 class Loader:
@@ -107,8 +118,6 @@ class Loader:
         self._given = source.loader
         self.dataset = dataset = source.dataset
         """The script's data set."""
-        self.position = Position()
-        """The position of the run; `finish_batch` advances it after the last micro-batch of a step."""
         self.last_finished: MicroBatch | None = None
         self.on_start: Callable[[], None]
         """Called before anything is drawn."""
@@ -122,21 +131,11 @@ class Loader:
         """Called with each batch to train on."""
         self.on_exhausted: Callable[[], None]
         """Called when a loop came to the end of its epoch and all of its steps have ended."""
-        self.num_untrained = 0
-        """Batches of the loop that were passed by without any training on them."""
-        self._num_trained = 0
-        """Batches of the steps that ended since the loop over this loader began."""
-        self._num_in_step = 0
         self._num_left = 0
         """Loops that began since a batch was finished."""
-        self._loop = _Loop(is_open=False)
-        self._loop_began_at = self.position
-        self._held: deque[MicroBatch] = deque()
-        """Batches that were handed out and not trained yet, oldest first; more than one if the script looks ahead."""
+        self._loop = _Loop(Position(), Position(), is_open=False)
         self._is_stale = False
         """Whether the position has moved under a loop: what it has drawn does not count."""
-        self._is_exhausted = False
-        """Whether the newest loop over this loader reached the end of its epoch."""
         self._digest: int | None = None
         """The digest of a stream's samples in the position's epoch, up to the position."""
         self._look_ahead = look_ahead
@@ -161,10 +160,11 @@ class Loader:
         within an epoch these are the batches that are left of it; schedules of a whole run are sized by
         `session.num_reference_steps`, or before the state is loaded.
         """
-        if self._num_trained and self.epoch_is_over and not self._held:  # in the loop still, after its last step
-            return self._num_trained
-        start = self.position if self._num_trained else self.next_start()  # of the loop that runs
-        return self._num_trained + self.plans.num_batches_left(start)
+        num_trained = self._loop.num_trained
+        if num_trained and self.epoch_is_over and not self._loop.held:  # in the loop still, after its last step
+            return num_trained
+        start = self.position if num_trained else self.next_start()  # of the loop that runs
+        return num_trained + self.plans.num_batches_left(start)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the script's own loader."""
@@ -184,15 +184,15 @@ class Loader:
                 if self._loop is not mine:
                     self._go_back_to(mine)
                 if not self.on_trained() and self.is_full:  # nothing was done with it
-                    self._held.popleft()
-                    self.num_untrained += 1
-                if not self._held:  # else it is fetched in the time of another step
+                    mine.held.popleft()
+                    mine.num_untrained += 1
+                if not mine.held:  # else it is fetched in the time of another step
                     drawn = self._ask(drawn, epoch)
                 try:
                     micro_batch, batch = next(drawn)
                 except StopIteration:
-                    self._is_exhausted = True
-                    if not self._held and not self._can_go_back_to(outer):
+                    mine.is_exhausted = True
+                    if not mine.held and not self._can_go_back_to(outer):
                         self.on_exhausted()
                     return
                 self._hold(micro_batch, batch)
@@ -200,8 +200,8 @@ class Loader:
         finally:  # also when the script leaves the loop
             mine.is_open = False
             if self._loop is mine:
-                self._num_trained = 0
-                self.plans.last_drawn_step = self._held[-1].plan.step if self._held else self.position.step - 1
+                mine.num_trained = 0
+                self.plans.last_drawn_step = mine.held[-1].plan.step if mine.held else self.position.step - 1
                 if self._can_go_back_to(outer):
                     self._go_back_to(outer)
                     self.begin_held()
@@ -218,17 +218,16 @@ class Loader:
 
     def _begin_loop(self) -> tuple[_Loop, _Loop]:
         """Begin a loop; returns the one before, and the new one."""
-        outer, mine = self._loop, _Loop()
-        if self._held and self._is_exhausted:  # the script looks ahead past the end of an epoch
-            newest = self._held[-1].plan
+        outer = self._loop
+        if outer.held and outer.is_exhausted:  # the script looks ahead past the end of an epoch
+            newest = outer.held[-1].plan
+            self._loop = _Loop(outer.began_at, outer.position, held=outer.held)
             self.plans.rewind(self.position.after(newest).at_epoch(newest.epoch + 1))
         else:
             self.on_start()
-            outer.left_at = self._state()
-            self.position = self.next_start()
-            self._loop_began_at = self.position
-            self._held = deque()
-            self.plans.rewind(self.position)
+            outer.plans, start = self.plans.state, self.next_start()
+            self._loop = _Loop(start, start)
+            self.plans.rewind(start)
             self._num_left += 1
             if self._num_left == MOST_LEFT:
                 _log.warning(
@@ -236,32 +235,22 @@ class Loader:
                     "are repeated: attach with the optimizers whose step() is called, or call session.step(loss)",
                     MOST_LEFT,
                 )
-        self._loop = mine
-        self._num_trained = self._num_in_step = self.num_untrained = 0
-        self._is_exhausted = False
-        return outer, mine
+        return outer, self._loop
 
     def _hold(self, micro_batch: MicroBatch, batch: Any) -> None:
         """Take a batch that the script gets."""
         if self._count_tokens is not None and micro_batch.num_samples:
             micro_batch = micro_batch._replace(weight=int(self._count_tokens(batch)))
-        self._held.append(micro_batch)
-        if len(self._held) == 1:
+        self._loop.held.append(micro_batch)
+        if len(self._loop.held) == 1:
             self.on_batch(micro_batch)
         if self._loop.first is None:
             tensors = (weakref.ref(each) for each in tree_leaves(batch) if isinstance(each, torch.Tensor))
             self._loop.first = next(tensors, lambda: None)
 
-    def _state(self) -> dict[str, Any]:
-        names = ("position", "_loop_began_at", "_held", "_is_exhausted")
-        counts = ("num_untrained", "_num_trained", "_num_in_step")
-        return {name: getattr(self, name) for name in names + counts} | {"plans": self.plans.state}
-
     def _can_go_back_to(self, loop: _Loop) -> bool:
         """Whether the script may go on with a loop: it has only looked at batches since, and was not within a step."""
-        if not loop.is_open:
-            return False
-        return self.position.step == loop.left_at["position"].step and not loop.left_at["_num_in_step"]
+        return loop.is_open and self.position.step == loop.position.step and not loop.num_in_step
 
     def _go_back_to(self, loop: _Loop) -> None:
         if not self._can_go_back_to(loop):
@@ -269,24 +258,33 @@ class Loader:
                 "two loops over the loader are under way, and both train, or one is in the middle of a step: give the "
                 "inner one a DataLoader of its own"
             )
-        self._loop.left_at, self._loop = self._state(), loop
-        vars(self).update({name: value for name, value in loop.left_at.items() if name != "plans"})
-        self.plans.state = loop.left_at["plans"]
+        self._loop.plans, self._loop = self.plans.state, loop
+        self.plans.state = loop.plans
+
+    @property
+    def position(self) -> Position:
+        """The position of the run; `finish_batch` advances it after the last micro-batch of a step."""
+        return self._loop.position
+
+    @property
+    def num_untrained(self) -> int:
+        """Batches of the loop that were passed by without any training on them."""
+        return self._loop.num_untrained
 
     @property
     def current(self) -> MicroBatch | None:
         """The batch to train on now; `None` before the first one, and after `session.step` until the next is drawn."""
-        return self._held[0] if self._held else None
+        return self._loop.held[0] if self._loop.held else None
 
     @property
     def are_kept(self) -> bool:
         """Whether the script still has the first batch of a loop that is over, as `itertools.cycle` and lists do."""
-        return self._is_exhausted and self._loop.first is not None and self._loop.first() is not None
+        return self._loop.is_exhausted and self._loop.first is not None and self._loop.first() is not None
 
     @property
     def is_full(self) -> bool:
         """Whether the oldest batch must be done with before the script can have another."""
-        return len(self._held) > self._look_ahead
+        return len(self._loop.held) > self._look_ahead
 
     def saved(self, is_updated: bool) -> tuple[Position | None, int | None]:
         """For a checkpoint: the position, and a digest of its epoch's order, or of what was read of a stream's.
@@ -311,39 +309,39 @@ class Loader:
 
     def go_to(self, position: Position, order_digest: int | None) -> None:
         """Go on where a saved run was; its epoch's order must have this digest."""
-        self.position, self._digest = position, order_digest
-        self._loop_began_at = position
+        self._loop.position = self._loop.began_at = position
+        self._digest = order_digest
         self.plans.orders.expected = None if order_digest is None else (position.epoch, order_digest)
 
     def draw_again(self) -> None:
         """Begin again at the position: what was drawn since does not count."""
-        self._held.clear()
+        self._loop.held.clear()
         self.plans.rewind(self.position)
         self._is_stale = True
 
     def begin_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; inside of it, stay."""
         if self.position.epoch != epoch:
-            self.position, self._is_exhausted = self.position.at_epoch(epoch), False
+            self._loop.position, self._loop.is_exhausted = self.position.at_epoch(epoch), False
 
     def finish_batch(self) -> None:
         """Be done with the current batch; with a step's last one the position moves past the step."""
-        self.last_finished = done = self._held.popleft()
-        self._num_in_step += 1
-        self._num_left = 0
+        loop, self._num_left = self._loop, 0
+        self.last_finished = done = loop.held.popleft()
+        loop.num_in_step += 1
         if done.is_last:
-            self.position, self._digest = self.position.after(done.plan), done.plan.digest
-            self._num_trained, self._num_in_step = self._num_trained + self._num_in_step, 0
+            loop.position, self._digest = loop.position.after(done.plan), done.plan.digest
+            loop.num_trained, loop.num_in_step = loop.num_trained + loop.num_in_step, 0
 
     def begin_held(self) -> None:
         """Begin with the next batch if the script has it already."""
-        if self._held:
+        if (batch := self.current) is not None:
             self.on_ask()
-            self.on_batch(self._held[0])
+            self.on_batch(batch)
 
     def next_start(self) -> Position:
         """Where a loop begins: one that was left after a step has ended its epoch, as one over a `DataLoader`."""
-        was_left = self.position.offset > 0 and self.position != self._loop_began_at
+        was_left = self.position.offset > 0 and self.position != self._loop.began_at
         return self.position.at_epoch(self.position.epoch + 1) if was_left or self.epoch_is_over else self.position
 
 

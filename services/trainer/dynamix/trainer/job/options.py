@@ -65,7 +65,7 @@ ADAPTIVE = ("adam", "adagrad", "adadelta", "rmsprop", "adafactor", "lamb", "novo
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """The steering of a job; all ranks hold the same."""
+    """The steering of a job; all ranks hold the same. Fields that `attach` has are described there."""
 
     local_batch_sizes: tuple[AtLeast0, ...]
     base_global_batch_size: AtLeast1
@@ -84,19 +84,13 @@ class JobOptions:
     seed: AtLeast0
     shuffle: bool
     drop_last: bool
-    """Whether an epoch ends before a step that it cannot fill."""
     noise_every: AtLeast1
-    """Steps between two measurements of the gradient noise."""
     global_batch: GlobalBatch = "adaptive"
-    """Whether decisions may change the sum of the sizes."""
     micro_batch_size: AtLeast1 | None = None
-    """Most samples that a rank computes one gradient on."""
     gradient_accumulation_steps: AtLeast1 = 1
-    """Gradients that a rank computes in a step, each of a loss divided by it."""
     supports_tracking: bool = False
     """Whether the ranks can divide a global batch among themselves, and exchange gradients in other ways."""
     exchange: ExchangePermission = "exact"
-    """What decisions may do to the gradient exchange."""
     fixed_exchange: Exchange | None = None
     """The exchange of the whole run, if the script sets it."""
     gradient_servers: tuple[str, ...] = ()
@@ -106,9 +100,7 @@ class JobOptions:
     table_share: float = 0.0
     """Share of the trained numbers that lie in embedding tables."""
     family: str = ""
-    """The family of the job's runs; empty if none."""
     explores: tuple[Explored, ...] = ()
-    """Quantities that runs of the family may try out."""
     min_window_s: float = 0.0
     """A window that would last less is several times as long, after the first ones."""
 
@@ -299,7 +291,7 @@ def options_of(
         "policy_options": {
             name: option_value(value) if isinstance(value, str) else value for name, value in policy_options.items()
         },
-        "optimizer_family": given["optimizer_family"] or ("adam" if _is_adaptive(optimizers[0]) else "sgd"),
+        "optimizer_family": "adam" if _is_adaptive(optimizers[0]) else "sgd",
         "supports_tracking": is_ours,
         "supports_exchange": is_ours and has_copies and not isinstance(exchange, Exchange),
         "exchange": "exact" if isinstance(exchange, Exchange) else exchange,
@@ -349,7 +341,8 @@ def _check_local_steps(
 ) -> None:
     if given["count_tokens"] is not None:
         raise ValueError(
-            "local steps and count_tokens exclude each other, since all ranks must know what counts: pass token_counts"
+            "local steps and count_tokens exclude each other, since no rank knows what the others have counted: "
+            'use exchange="lossy", or leave count_tokens out if all samples have equally many tokens'
         )
     for optimizer in optimizers:
         names = [cls.__name__ for cls in type(optimizer).__mro__]

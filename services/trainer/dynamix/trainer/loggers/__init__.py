@@ -1,8 +1,8 @@
 """Each window's metrics for the user's tools and for notebooks; training never waits for a logger.
 
-`window_metrics` makes a flat mapping of a window's rows. `MetricHistory` keeps the newest windows, adds the rewards
-that come later, and hands a window to the loggers when the next one has ended. They run in a thread in global rank 0:
-one that is slow loses the oldest windows, one that raises is closed and logged once.
+`window_metrics` makes a flat mapping of a window's rows. `MetricHistory` keeps the newest windows, and hands one to the
+loggers when the next has ended, the last one with the job's summary. They run in a thread in global rank 0: one that is
+slow loses the oldest windows, one that raises is closed and logged once.
 """
 
 import contextlib
@@ -18,15 +18,12 @@ from typing import Protocol, runtime_checkable
 import msgspec
 
 from dynamix.runtime.extensions import extension_names, load_extension
-from dynamix.schemas.messages import JobTotals, Reward, Summary
-from dynamix.trainer.bus_client.transport import Transport
+from dynamix.schemas.messages import JobTotals, Summary
 from dynamix.trainer.measurement.meter import Row, held_out_accuracy
 
 QUEUED_WINDOWS = 64
 KEPT_WINDOWS = 4096
 """With 16 ranks 23 MB, and 80,000 steps of the default window."""
-AWAITED_WINDOWS = 64
-"""Rewards of older windows come too late."""
 
 Metrics = Mapping[str, float | str]
 """A window's metrics by name, with units in the names; texts are the job's id and the reason of a decision."""
@@ -84,17 +81,13 @@ def _close(logger: MetricLogger) -> None:
 class MetricHistory:
     """The newest windows of this generation; hands each once to the loggers, in a daemon thread."""
 
-    def __init__(self, loggers: Iterable[MetricLogger], transport: Transport) -> None:
-        """Rewards are taken from `transport`: where nothing comes over a bus, windows have none."""
+    def __init__(self, loggers: Iterable[MetricLogger]) -> None:
         self._loggers = list(loggers)
         self._queue: queue.Queue[tuple[int, Metrics] | None] = queue.Queue(QUEUED_WINDOWS)
         self._thread: threading.Thread | None = None
         """Started with the first window, if there are loggers."""
-        self.transport = transport
         self._windows: deque[tuple[int, dict[str, float | str]]] = deque(maxlen=KEPT_WINDOWS)
         """Optimizer steps by its end, and metrics."""
-        self._rewards: dict[tuple[int, int], dict[str, Reward]] = {}
-        """Rewards by generation and window, then by node, which may be ahead of this one."""
         self._is_newest_logged = True
 
     def add_window(self, step: int, metrics: Mapping[str, float | str]) -> None:
@@ -110,7 +103,6 @@ class MetricHistory:
 
     def rows(self) -> list[dict[str, float | str]]:
         """The windows, oldest first, each with its `step`."""
-        self._take_rewards()
         return [{"step": step, **metrics} for step, metrics in self._windows]
 
     def close(self, timeout_s: float) -> None:
@@ -128,7 +120,6 @@ class MetricHistory:
             self._thread, self._loggers = None, []
 
     def _log_newest(self) -> None:
-        self._take_rewards()
         if not self._is_newest_logged and self._loggers:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="dynamix loggers", daemon=True)
@@ -162,27 +153,6 @@ class MetricHistory:
                     _close(logger)
         for logger in working:
             _close(logger)
-
-    def _take_rewards(self) -> None:
-        """Add the means of the rewards that have come, each term over the ranks that have it."""
-        awaited = {
-            (int(metrics["generation"]), int(metrics["window"])): metrics
-            for _, metrics in list(self._windows)[-AWAITED_WINDOWS:]
-        }
-        changed = [*awaited][-1:]  # its rewards may have come before it ended here
-        for reward in self.transport.take_rewards():
-            place = reward.generation, reward.window
-            self._rewards.setdefault(place, {}).setdefault(reward.node, reward)
-            changed.append(place)
-        for place in changed:
-            if place in awaited:
-                terms: dict[str, list[float]] = {}
-                for rank in (rank for reward in self._rewards.get(place, {}).values() for rank in reward.ranks):
-                    for name, value in {"mean": rank.reward, **rank.terms}.items():
-                        terms.setdefault(name, []).append(value)
-                awaited[place].update({f"reward/{name}": sum(each) / len(each) for name, each in terms.items()})
-        for place in sorted(self._rewards)[:-AWAITED_WINDOWS]:
-            del self._rewards[place]
 
 
 MAX_RANKS_APART = 16

@@ -12,7 +12,11 @@ import socket
 import struct
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore  # public, missing in the stubs of dist
+from torch.distributed import distributed_c10d
 
 from dynamix.schemas.messages import NetworkMetrics
 from dynamix.schemas.messages.allocation import MAX_SOCKETS
@@ -117,7 +121,7 @@ def tcp_info(fd: int, connection: Connection) -> TcpInfo | None:
     return _tcp_info(fd) if is_known else None
 
 
-_LIBC = ctypes.CDLL(None)
+_LIBC = ctypes.CDLL(None)  # a `socket` of Python on a descriptor sets its owner's blocking mode (setdefaulttimeout)
 
 
 def _connection(fd: int) -> Connection | None:
@@ -162,6 +166,14 @@ def _endpoint(call: Callable[..., int], fd: int) -> Endpoint | None:
         address = ipaddress.IPv6Address(raw.raw[8:24])
         return Endpoint(str(address.ipv4_mapped or address), port)
     return None
+
+
+def default_store() -> Any:
+    """The store of torch.distributed, of which torch has no public name; `None` without a process group."""
+    store: Any = distributed_c10d._get_default_store() if dist.is_initialized() else None  # noqa: SLF001
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 MAX_NODE_SOCKETS = 40_960
