@@ -28,7 +28,7 @@ from dynamix.schemas.messages import (
 )
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.data.plan import Counts, Position
-from dynamix.trainer.job.identity import JobIdentity, Place
+from dynamix.trainer.job.identity import Attempt, JobIdentity, Place
 from dynamix.trainer.measurement.meter import Row, held_out_accuracy, job_totals
 from dynamix.trainer.steering.run import Reporter
 
@@ -62,7 +62,9 @@ def _changed(value: Any) -> Any:
 def _message_row(one: Row) -> RankRow:
     """The row of rank 1 in its node's report, one window after another row."""
     nodes, place = (NodeRanks(node="node-a", ranks=(0, 1)),), Place(1, 1, "node-a", (0, 1))
-    reporter = Reporter(job_options(window_steps=1), JobIdentity("job", 0, 0, nodes, (9, 9)), place, Allocation((8, 8)))
+    reporter = Reporter(
+        job_options(window_steps=1), JobIdentity("job", 0, Attempt("", 0, 0), nodes, (9, 9)), place, Allocation((8, 8))
+    )
     totals = job_totals([one], window=0, num_steps=1, global_batch_size=64)
     for rows in ([row(), row()], [row(), one]):
         report = reporter.report(
