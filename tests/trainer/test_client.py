@@ -227,22 +227,36 @@ def _start(_rank: int, saved: dict[str, Any] | None) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-async def test_each_start_has_a_generation_above_the_bus_and_its_checkpoint(server: ConfiguredServer, bus: Bus) -> None:
-    environ = {**bus_environment(server.settings), "DYNAMIX_JOB": "again", "TORCHELASTIC_RUN_ID": "none"}
+async def test_no_generation_of_a_job_is_used_twice_however_it_is_started_again(
+    server: ConfiguredServer, bus: Bus
+) -> None:
+    environ = {
+        **bus_environment(server.settings),
+        "DYNAMIX_JOB": "again",
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+    }
 
-    async def start(restarts: int, saved: dict[str, Any] | None = None, **more: str) -> dict[str, Any]:
-        ranks = {**environ, "TORCHELASTIC_RESTART_COUNT": str(restarts), **more}
+    async def start(launch: str, restarts: int, saved: dict[str, Any] | None = None, **more: str) -> dict[str, Any]:
+        log = f"/tmp/{launch}/attempt_{restarts}/0/error.json"
+        ranks = {
+            **environ,
+            "TORCHELASTIC_ERROR_FILE": log,
+            "TORCHELASTIC_RESTART_COUNT": str(restarts),
+            **more,
+        }
         results = await asyncio.to_thread(run_ranks, _start, 2, saved, environ=ranks)
         assert results[0]["generation"] == results[1]["generation"]
         return results[0]
 
-    first = await start(0)
-    again = await start(0)  # a second launch under the same id
-    restarted = await start(1, again["state"])
+    first = await start("one", 0)
+    again = await start("two", 0)  # a second launch under the same id
+    restarted = await start("two", 1, again["state"])
     away = {"DYNAMIX_NATS_URL": "nats://127.0.0.1:1", "DYNAMIX_TRAINER_CLOSE_TIMEOUT_S": "0"}
-    alone = [await start(restarts, restarted["state"], **away) for restarts in (0, 1)]
-    assert [start["generation"] for start in (first, again, restarted, *alone)] == [0, 1, 3, 4, 5]
-    assert (await stored_job(bus, "again")).generation == 3
+    alone = [await start("three", restarts, restarted["state"], **away) for restarts in (0, 1)]
+    generations = [start["generation"] for start in (first, again, restarted, *alone)]
+    assert generations == [0, 1, 2, 5, 6]  # launch two has generations 1 ... 4 at most
+    assert (await stored_job(bus, "again")).generation == 2
 
 
 # --- a session that was not closed ---

@@ -2,15 +2,19 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dynamix.trainer.job.identity import (
+    Attempt,
     Launch,
     Peer,
+    attempt_of,
+    generation_after,
     lower_cap,
     merge_caps,
     propose_job,
     read_caps,
-    restarts_of,
 )
 from dynamix.trainer.measurement.sockets import ProcessIdentity
 from dynamix.trainer.settings import read_environment
@@ -42,11 +46,30 @@ def test_a_name_leaves_room_for_the_run_id() -> None:
 
 def test_the_generation_counts_the_failures_of_every_node() -> None:
     def peer(node: str, restarts: int) -> Peer:
-        return Peer(node, ProcessIdentity(1, 2, 3, 4), "mnist-0a1b2c3d", restarts, None, (), {}, {})
+        attempt = Attempt("launch-a", restarts, max_restarts=3)
+        return Peer(node, ProcessIdentity(1, 2, 3, 4), "mnist-0a1b2c3d", attempt, None, (), {}, {})
 
     peers = [peer("node-a", 1), peer("node-a", 1), peer("node-b", 2), peer("node-b", 2)]
-    assert restarts_of(peers[:2]) == 1
-    assert restarts_of(peers) == 3
+    assert attempt_of(peers[:2]) == Attempt("launch-a", restarts=1, max_restarts=3)
+    assert attempt_of(peers) == Attempt("launch-a", restarts=3, max_restarts=6)
+
+
+@given(st.data())
+def test_no_generation_is_used_twice_over_launches_that_resume_each_other(data: st.DataObject) -> None:
+    """Each start may save or not; each launch saves at least once, and resumes what the one before it saved last."""
+    used = [-1]
+    saved: tuple[int, Attempt] | None = None
+    for launch in range(data.draw(st.integers(1, 4))):
+        most = data.draw(st.integers(0, 4))
+        starts = data.draw(st.integers(0, most))
+        saves = data.draw(st.integers(0, starts))
+        for restarts in range(starts + 1):
+            now = Attempt(str(launch), restarts, most)
+            generation = restarts if saved is None else generation_after(*saved, now)
+            assert generation > used[-1]
+            used.append(generation)
+            if restarts == saves or data.draw(st.booleans()):
+                saved = (generation, now)
 
 
 def test_the_launcher_is_read_from_the_environment() -> None:

@@ -6,13 +6,13 @@ from tests.support.job_options import job_options
 
 from dynamix.schemas.messages import Action, NodeRanks
 from dynamix.schemas.messages.allocation import Allocation, Exchange
-from dynamix.trainer.job.identity import JobIdentity
+from dynamix.trainer.job.identity import Attempt, JobIdentity
 from dynamix.trainer.steering.offers import Offers
 
 IDENTITY = JobIdentity(
     job="mnist-0a1b2c3d",
     generation=1,
-    restarts=1,
+    attempt=Attempt("launch", 1, 3),
     nodes=(NodeRanks(node="node-a", ranks=(0, 1)),),
     max_local_batch_sizes=(1024, 512),
 )

@@ -22,7 +22,7 @@ from dynamix.trainer.exchange.codec import CodedSquares
 from dynamix.trainer.exchange.rows import table_share
 from dynamix.trainer.gradient.learning_rate import FACTORS, scale_every_step
 from dynamix.trainer.gradient.noise import NoiseAverage, NoiseSums, is_measured, window_moments
-from dynamix.trainer.job.identity import JobIdentity, Place
+from dynamix.trainer.job.identity import Attempt, JobIdentity, Place
 from dynamix.trainer.job.options import JobOptions
 from dynamix.trainer.measurement.meter import Row, job_totals
 from dynamix.trainer.steering.beginning import NUM_TIMED, begun_exchange, is_timed
@@ -269,7 +269,7 @@ class VirtualCluster:
         self._identity = JobIdentity(
             job=job or f"{scenario.name or scenario.family}-{seed}",
             generation=0,
-            restarts=0,
+            attempt=Attempt(launch="virtual", restarts=0, max_restarts=0),
             nodes=scenario.nodes,
             max_local_batch_sizes=scenario.max_local_batch_sizes,
             num_replicas=len(scenario.nodes) if scenario.network.by_node else 0,

@@ -49,16 +49,17 @@ from dynamix.trainer.gradient.models import (
     world_size_of,
 )
 from dynamix.trainer.job.identity import (
+    Attempt,
     JobIdentity,
     Peer,
     Place,
+    attempt_of,
     check_alike,
     hosts_of,
     merge_caps,
     nodes_of,
     propose_job,
     read_caps,
-    restarts_of,
 )
 from dynamix.trainer.job.options import (
     JobOptions,
@@ -486,7 +487,7 @@ def meet_ranks(
             node=node_name(environment.shared),
             process=this_process(),
             job=job,
-            restarts=launch.restart_count,
+            attempt=Attempt(launch.id, launch.restart_count, launch.max_restarts),
             last_generation=last,
             connections=sockets.candidates(),
             memory_caps={} if caps_path is None else read_caps(caps_path),
@@ -505,14 +506,14 @@ def meet_ranks(
             if key.startswith("default_pg/") and "//cpu//" in key:
                 store.delete_key(key)
     check_alike(peers)
-    restarts, nodes = restarts_of(peers), nodes_of(peers)
+    attempt, nodes = attempt_of(peers), nodes_of(peers)
     node = next(each for each in nodes if collectives.rank in each.ranks)
     place = Place(collectives.rank, node.ranks.index(collectives.rank), node.node, node.ranks)
     sockets.match([peer.connections for peer in peers], place.rank, place.node_ranks)
     identity = JobIdentity(
         job=peers[0].job,
-        generation=max(restarts, 0 if peers[0].last_generation is None else peers[0].last_generation + 1),
-        restarts=restarts,
+        generation=max(attempt.restarts, 0 if peers[0].last_generation is None else peers[0].last_generation + 1),
+        attempt=attempt,
         nodes=nodes,
         max_local_batch_sizes=merge_caps(
             (peer.memory_caps for peer in peers),

@@ -39,7 +39,7 @@ from dynamix.trainer.gradient.hook import CoveredModels
 from dynamix.trainer.gradient.learning_rate import Schedulers, Updates
 from dynamix.trainer.gradient.models import unwrapped, unwrapped_optimizer
 from dynamix.trainer.gradient.noise import NoiseAverage, is_measured
-from dynamix.trainer.job.identity import lower_cap, merge_caps
+from dynamix.trainer.job.identity import Attempt, generation_after, lower_cap, merge_caps
 from dynamix.trainer.local_steps import LocalSteps
 from dynamix.trainer.measurement.meter import Scalar, detached
 from dynamix.trainer.steering.fast_loop import RateFilter
@@ -462,7 +462,7 @@ class Session:
 
     @property
     def generation(self) -> int:
-        """Which start of the job this is, from 0; numbers may be left out."""
+        """Which start of the job this is, from 0; never the same twice, but numbers may be left out."""
         return self._run.identity.generation
 
     @property
@@ -572,6 +572,7 @@ class Session:
             "version": VERSION,
             "job": run.identity.job,
             "generation": run.identity.generation,
+            "attempt": run.identity.attempt._asdict(),
             "data": run.data._asdict(),
             "position": position._asdict(),
             "order": digest,
@@ -610,7 +611,8 @@ class Session:
         position = Position(**state["position"])
         generation, caps = run.identity.generation, run.identity.max_local_batch_sizes
         if state["job"] == run.identity.job:
-            generation = max(generation, state["generation"] + 1 + run.identity.restarts)  # a restart may save nothing
+            after = generation_after(state["generation"], Attempt(**state["attempt"]), run.identity.attempt)
+            generation = max(generation, after)
         if is_same_world := len(state["local_batch_sizes"]) == len(run.options.local_batch_sizes):
             known = (dict(enumerate(caps)), dict(enumerate(state["memory_caps"])))
             run.search = None if state["memory_caps"] else run.search
@@ -771,7 +773,7 @@ def warn_of_missing_state(run: Run, *, from_snapshot: bool) -> None:
     if from_snapshot:
         what = "the optimizer has made steps already"
     if what:
-        is_new_run = generation and not from_snapshot and not run.identity.restarts
+        is_new_run = generation and not from_snapshot and not run.identity.attempt.restarts
         _log.warning(
             "%s, %s this session begins at epoch 0 with sample 0%s: if the model comes from a snapshot, save "
             "session.state_dict() in it, and call session.load_state_dict(...) on all ranks before the first batch",

@@ -5,8 +5,8 @@ made; else it comes from torchrun's, which `--standalone` makes for each run and
 without one from the launch: the directory that `torchrun` makes for its logs, or the agent itself, whose boot id, pid
 and start time no other process ever has.
 
-A run id or a `DYNAMIX_JOB` that is used again goes on with the same job, in a generation above the last one that the
-bus knows (`attach`), and above that of the checkpoint it resumes from.
+A run id or a `DYNAMIX_JOB` that is used again goes on with the same job. Its generations never repeat: each start asks
+the bus for the last one (`attach`), and a checkpoint knows which ones its launch used (`generation_after`).
 """
 
 import hashlib
@@ -21,6 +21,14 @@ from dynamix.runtime import output_files
 from dynamix.schemas.messages import NodeRanks
 from dynamix.schemas.subjects import MAX_NAME, check_token, is_token, new_run_id
 from dynamix.trainer.measurement.sockets import Connection, ProcessIdentity, boot_id, fingerprint
+
+
+class Attempt(NamedTuple):
+    """Which start of which launch this is; restarts are counted over all nodes."""
+
+    launch: str
+    restarts: int
+    max_restarts: int
 
 
 class Launch(NamedTuple):
@@ -42,6 +50,11 @@ class Launch(NamedTuple):
     log_directory: str = ""
     """Created by the agent for its launch; known to its workers also when a wrapper script stands between."""
 
+    @property
+    def id(self) -> str:
+        """Name of this launch; a start that cannot be recognised as a restart is a new launch."""
+        return _digest(f"{boot_id()}/{self.log_directory}" if self.log_directory else fingerprint(os.getpid()))
+
 
 class Peer(NamedTuple):
     """The facts that one rank sends to the others when it attaches."""
@@ -50,7 +63,7 @@ class Peer(NamedTuple):
     process: ProcessIdentity
     job: str
     """This rank's proposal; rank 0's is taken."""
-    restarts: int
+    attempt: Attempt
     """As its own launcher counts."""
     last_generation: int | None
     """Generation of the job's last start, if rank 0 could learn of one."""
@@ -81,8 +94,7 @@ class JobIdentity(NamedTuple):
 
     job: str
     generation: int
-    restarts: int
-    """Of all nodes."""
+    attempt: Attempt
     nodes: tuple[NodeRanks, ...]
     max_local_batch_sizes: tuple[int, ...]
     hosts: tuple[tuple[int, ...], ...] = ()
@@ -107,16 +119,35 @@ def propose_job(name: str, configured: str, launch: Launch, run_id: str = "") ->
         return check_token(f"{name}-{run_id}")
     if not launch.elastic:
         return f"{name}-{new_run_id()}"
-    agent = f"{boot_id()}/{launch.log_directory}" if launch.log_directory else fingerprint(os.getppid())
-    return f"{name}-{hashlib.sha256((launch.run_id or agent).encode()).hexdigest()[:8]}"
+    named = launch.id if launch.log_directory else fingerprint(os.getppid())
+    return f"{name}-{_digest(launch.run_id or named)[:8]}"
 
 
-def restarts_of(peers: Sequence[Peer]) -> int:
-    """Restarts of the job: an agent counts only the failures of its own workers, those of all nodes are added."""
-    by_node: dict[str, int] = {}
+def attempt_of(peers: Sequence[Peer]) -> Attempt:
+    """The start that all ranks have in common.
+
+    An agent counts only the failures of its own workers: those of all nodes are added. With one node the sum is its
+    restart count.
+    """
+    by_node: dict[str, tuple[int, int]] = {}
     for peer in peers:
-        by_node[peer.node] = max(by_node.get(peer.node, 0), peer.restarts)
-    return sum(by_node.values())
+        restarts, most = by_node.get(peer.node, (0, 0))
+        by_node[peer.node] = (max(restarts, peer.attempt.restarts), max(most, peer.attempt.max_restarts))
+    restarts, most = (sum(counts) for counts in zip(*by_node.values(), strict=True))
+    return Attempt(peers[0].attempt.launch, restarts, most)
+
+
+def generation_after(saved_generation: int, saved: Attempt, now: Attempt) -> int:
+    """The generation of a start from a checkpoint, above every earlier one, without asking the bus.
+
+    A launch has as many generations in a row as it may make starts; the first is that of any of its checkpoints less
+    the restarts until then. So a restart counts on by one, whether or not the start before it came to save, and another
+    launch begins where the generations of the saving one end.
+    """
+    first = saved_generation - saved.restarts
+    if now.launch != saved.launch or now.restarts < saved.restarts:
+        first += saved.max_restarts + 1
+    return max(saved_generation + 1, first + now.restarts)
 
 
 def nodes_of(peers: Sequence[Peer]) -> tuple[NodeRanks, ...]:
@@ -156,6 +187,10 @@ def check_alike(peers: Sequence[Peer]) -> None:
                 f"rank {rank} attached with other options than rank 0 ({', '.join(listed[:3])}): "
                 "all ranks must call attach alike"
             )
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 CAP_FACTOR = 0.8
