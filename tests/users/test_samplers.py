@@ -309,6 +309,8 @@ def test_the_last_step_of_a_stream_has_the_gradient_of_what_is_left() -> None:
 def _refused_streams(_rank: int) -> None:
     with pytest.raises(ValueError, match="sampler needs a data set with __getitem__"):
         _attach(Stream(10), sampler=lambda _: [1])
+    with pytest.raises(ValueError, match="token_counts needs a data set with __getitem__: with a stream use count_tok"):
+        _attach(Stream(10), token_counts=[1] * 10)
     with pytest.raises(ValueError, match="a Stream, yields nothing"):
         _attach(Stream(0))
     with pytest.raises(ValueError, match=r"map-style .* or an IterableDataset"):

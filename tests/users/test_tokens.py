@@ -2,11 +2,15 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.support.loops import gathered, gradient_of, relative_error
 from tests.support.ranks import run_ranks
 from tests.support.training import (
@@ -21,6 +25,9 @@ from tests.support.training import (
 )
 from torch import nn
 from torch.utils.data import Dataset
+
+from dynamix.schemas.messages import Message, Report
+from dynamix.trainer.data.plan import Counts, divide_tokens, largest_remainder
 
 IGNORED = -100
 
@@ -39,6 +46,7 @@ class Sequences(Dataset[Sequence]):
             targets[torch.rand(len(targets), generator=generator) < 0.3] = IGNORED
             if index % 7 == 3:
                 targets[:] = IGNORED
+        self.counted = [int((targets != IGNORED).sum()) for targets in self.targets]
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -71,32 +79,55 @@ def _error(model: nn.Module, data: Sequences, used: list[int], reduction: str, f
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "tracking": {"split": "tracking"},
-    "micro-batches": {"micro_batch_size": 3},
-    "accumulation steps": {"gradient_accumulation_steps": 3},
-    "scaled loss": {"weighting": "loss"},
-    "sum": {"reduction": "sum"},
-}
+    "tokens of each sample": {"token_counts": True},
+    "tokens of each sample, micro-batches": {"token_counts": True, "micro_batch_size": 14},
+    "tokens of each sample, scaled loss": {"token_counts": True, "weighting": "loss"},
+    "tokens of each sample, scaled loss, micro-batches": {
+        "token_counts": True, "weighting": "loss", "micro_batch_size": 14,
+    },
+    "tokens of each sample, accumulation steps": {"token_counts": True, "gradient_accumulation_steps": 3},
+    "counted in batches, accumulation steps": {"count_tokens": count_targets, "gradient_accumulation_steps": 3},
+    "tokens of each sample, sum": {"token_counts": True, "reduction": "sum"},
+    "counted in batches": {"count_tokens": count_targets},
+    "counted in batches, tracking": {"count_tokens": count_targets, "split": "tracking"},
+    "counted in batches, micro-batches": {"count_tokens": count_targets, "micro_batch_size": 3},
+    "counted in batches, scaled loss": {"count_tokens": count_targets, "weighting": "loss"},
+    "counted in batches, sum": {"count_tokens": count_targets, "reduction": "sum"},
+    "sized by one, weighed by the other": {"token_counts": "length", "count_tokens": count_targets},
+}  # fmt: skip
 
 
 def _compare(_rank: int, options: dict[str, Any]) -> dict[str, Any]:
-    """An epoch under changing sizes: the error of every step's gradient, and the samples."""
+    """An epoch under changing sizes: the error of every step's gradient, and what each rank had in it."""
     data = Sequences(160)
-    split, reduction = options.pop("split", "fixed"), options.get("reduction", "mean")
+    split, by = options.pop("split", "fixed"), options.pop("token_counts", None)
+    reduction = options.get("reduction", "mean")
     sizes = [(3, 9), (12, 1), (0, 5), (1, 1), (4, 4)]
+    if by:
+        counts = data.counted if by is True else [len(targets) for targets in data.targets]
+        options["token_counts"] = counts
+        sizes = [(14, 50), (60, 13), (0, 40), (12, 12), (30, 30)]
     session, model, optimizer = begin_job(
-        data, rate=0.0, local_batch_size=sizes[0], window_steps=1, collate_fn=pad, count_tokens=count_targets, **options
+        data, rate=0.0, local_batch_size=sizes[0], window_steps=1, collate_fn=pad, **options
     )
-    errors, samples, micro, used = [], [], 0, []
+    errors, samples, excess, micro, used = [], [], [0], 0, []
     for batch in session.loader:
         current = session.loader.current
         assert current is not None
-        used += batch[2][: session.num_samples]
+        mine = batch[2][: session.num_samples]
         loss = _loss(model, batch, reduction) / options.get("gradient_accumulation_steps", 1)
         (session.scale_loss(loss) if "weighting" in options else loss).backward()
         micro += 1
+        used += mine
+        if "token_counts" in options:
+            tokens = sum(options["token_counts"][index] for index in mine)
+            excess.append(tokens - options.get("micro_batch_size", 999))
+            assert tokens == current.size
         if session.sync_gradients:
+            if "token_counts" in options:
+                tokens = sum(options["token_counts"][index] for index in used)
+                largest = max(session.local_batch_sizes) == session.local_batch_sizes[torch.distributed.get_rank()]
+                excess.append(tokens - max(session.local_batch_sizes[torch.distributed.get_rank()], 12 * largest))
             everything = gathered(used)
             # plain DDP divides a sum by the ranks; the batch that the script was written for is that of `sizes[0]`
             factor = sum(sizes[0]) / current.plan.counts.total / 2 if reduction == "sum" else 1.0
@@ -108,7 +139,7 @@ def _compare(_rank: int, options: dict[str, Any]) -> dict[str, Any]:
             used = []
         session.step(loss)
     session.close()
-    return {"error": max(errors), "samples": samples, "micro": micro, "steps": len(errors)}
+    return {"error": max(errors), "samples": samples, "excess": max(excess), "micro": micro, "steps": len(errors)}
 
 
 def _compare_all(rank: int) -> dict[str, dict[str, Any]]:
@@ -120,16 +151,108 @@ def test_the_gradient_is_that_of_one_big_batch_over_all_tokens_that_count() -> N
         for name, result in results.items():
             assert result["error"] < 1e-12, name
             assert Counter(result["samples"]) == Counter(range(160)), name
+            assert result["excess"] <= 0, name  # no batch is larger than its size, in tokens
             assert (result["micro"] > result["steps"]) == ("micro" in name or "steps" in name), name
 
 
-def _refusal(_rank: int) -> None:
-    with pytest.raises(ValueError, match="micro-batches must be known before the first one"):
-        begin_job(Sequences(20), count_tokens=count_targets, micro_batch_size=2, weighting="loss")
+@given(
+    st.lists(st.integers(0, 12), min_size=1, max_size=60).filter(any),
+    st.lists(st.integers(0, 30), min_size=1, max_size=4).filter(any),
+)
+def test_whole_samples_are_divided_without_gap_overlap_or_excess(tokens: list[int], sizes: list[int]) -> None:
+    ends, offset, position = np.cumsum(tokens), 0, 0
+    while offset < ends[-1]:
+        left = min(int(ends[-1]) - offset, sum(sizes))
+        starts, found = divide_tokens(ends, offset, Counts(largest_remainder(left, sizes)), Counts(sizes))
+        assert starts[0] == position
+        assert found.values == tuple(sum(tokens[a:b]) for a, b in pairwise(starts))
+        if any(has > size for has, size in zip(found.values, sizes, strict=True)):
+            assert found.num_active == 1  # a sample that is longer than every size, alone
+            assert max(sizes) < found.total <= 12
+        assert found.total > 0
+        offset, position = offset + found.total, starts[-1]
+    assert position == len(tokens)
 
 
-def test_micro_batches_of_scaled_losses_whose_tokens_come_too_late_are_refused() -> None:
-    run_ranks(_refusal, 2)
+# --- the rest of a session ---------------------------------------------------------------------------------------
+
+
+def _by_length(_epoch: int) -> list[int]:
+    """Sequences of like lengths side by side, as scripts order them to save padding."""
+    lengths = [len(each) for each in Sequences(160).targets]
+    return sorted(range(160), key=lambda index: lengths[index] // 4 * 1000 + index % 13)
+
+
+def _epochs(_rank: int) -> dict[str, Any]:
+    """Two epochs by tokens in an order by length, then the same again from a state in the middle of the first."""
+    data, found = Sequences(160), {}
+    state: dict[str, Any] = {}
+    for name in ("whole", "resumed"):
+        options: dict[str, Any] = {"window_steps": 5, "collate_fn": pad, "global_batch": "fixed"}
+        options |= {"local_batch_size": 30, "token_counts": data.counted, "sampler": _by_length}
+        session, model, optimizer = begin_job(data, **options)
+        reports: list[Message] = []
+        session._transport.publish = reports.append  # type: ignore[method-assign]
+        if state:
+            session.load_state_dict(state)
+        used, lengths = [], []
+        for _ in session.epochs(2):
+            lengths.append(len(session.loader))
+            for batch in session.loader:
+                optimizer.zero_grad()
+                loss = _loss(model, batch)
+                loss.backward()
+                optimizer.step()
+                used.append(batch[2][: session.num_samples])
+                correct = (model(batch[0]).argmax(-1) == batch[1]).sum()
+                session.step(loss, num_correct=correct)
+                if name == "whole" and session.step_index == 4:
+                    state = session.state_dict()
+        session.close()
+        rows = [row for report in reports if isinstance(report, Report) for row in report.rows]
+        found[name] = {
+            "used": used, "lengths": lengths, "position": session.position, "progress": session.progress,
+            "steps": session.num_reference_steps, "tokens": sum(row.num_samples for row in rows),
+            "correct": all(row.num_correct is None or 0 <= row.num_correct <= row.num_samples for row in rows),
+        }  # fmt: skip
+    return found
+
+
+def test_batches_by_tokens_count_resume_and_report_in_tokens() -> None:
+    total = sum(Sequences(160).counted)
+    results = run_ranks(_epochs, 2)
+    for result in results:
+        whole, resumed = result["whole"], result["resumed"]
+        assert whole["used"][4:] == resumed["used"]
+        assert sum(whole["lengths"]) == len(whole["used"])
+        assert whole["position"] == resumed["position"] == 2 * total
+        assert whole["steps"] == -(-total // 60)
+        assert whole["progress"] == 2 * whole["steps"]
+        assert whole["correct"]
+    everything = [i for result in results for batch in result["whole"]["used"] for i in batch]
+    assert Counter(everything) == Counter(dict.fromkeys(range(160), 2))
+    assert 0 < results[0]["whole"]["tokens"] <= 2 * total
+
+
+def _refusals(_rank: int) -> None:
+    data, model = Sequences(20), distribute(make_model())
+
+    def refused(text: str, **options: Any) -> None:
+        with pytest.raises(ValueError, match=text):
+            begin_job(data, model, local_batch_size=30, global_batch="fixed", **options)
+
+    refused("19 numbers for 20 samples", token_counts=data.counted[1:])
+    refused("one whole number per sample", token_counts=[0] * 20)
+    refused("one whole number per sample", token_counts=[0.5] * 20)
+    refused("a sample has 100 tokens, but a batch at most 60 .* sizes are in tokens", token_counts=[100] * 20)
+    refused(
+        "micro-batches must be known before the first one, pass token_counts",
+        count_tokens=count_targets, micro_batch_size=2, weighting="loss",
+    )  # fmt: skip
+
+
+def test_token_counts_that_cannot_work_are_refused_with_the_fix() -> None:
+    run_ranks(_refusals, 2)
 
 
 # --- losses that are no mean over the samples: found in the first steps, exact when written as told ---

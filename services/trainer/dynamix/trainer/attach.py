@@ -117,6 +117,7 @@ def attach(
     shuffle: bool | None = None,
     drop_last: bool | None = None,
     sampler: OwnSampler | None = None,
+    token_counts: Sequence[int] | None = None,
     count_tokens: CountTokens | None = None,
     noise_every: int = 10,
     memory_caps_path: str | Path | None = None,
@@ -188,6 +189,8 @@ def attach(
         sampler: beside a data set, order of each epoch: a function from the epoch's number to indices, or a sampler of
             torch (weighted, class-balanced, a subset); called in rank 0, for all ranks. An epoch has as many samples as
             it draws, and `shuffle` is ignored.
+        token_counts: tokens of each sample that count in its loss, in the data set's order: batches are then made by
+            tokens, and every size, bound and report is in tokens.
         count_tokens: number of tokens of a batch that count in its loss, for example
             `lambda batch: (batch["labels"] != -100).sum()`; sizes stay in samples.
         noise_every: steps between two measurements of the gradient noise, after 20 of which each is measured; a
@@ -236,6 +239,9 @@ def attach(
     metric_loggers = find_loggers(
         loggers, rank=groups.group.rank() if groups else dist.get_rank() if world_size > 1 else 0
     )
+    if token_counts is not None:
+        most = options.max_local_batch_size
+        orders.count_by_tokens(token_counts, dataset, most=min(most, micro_batch_size or most))
     if options.accumulates:
         check_accumulation(averaging, models, counts_in_batches=count_tokens is not None)
     caps_path = None if memory_caps_path is None else Path(memory_caps_path)
@@ -352,6 +358,7 @@ def _gradients(
 ) -> Gradients:
     """Make the parts that weight, exchange and apply gradients; `given` are further arguments of `attach`."""
     options, is_first = run.options, run.place.rank == 0
+    by_samples = given["count_tokens"] is None and given["token_counts"] is None
     servers = GradientServers(options.gradient_servers, run.identity.job, run.place.rank, collectives.world_size)
     is_ddp = all(isinstance(each, DistributedDataParallel) for each in models)
     nodes = Nodes.among(run.identity.hosts, run.place.rank) if is_ddp else None
@@ -361,7 +368,7 @@ def _gradients(
     if is_first and len(sizes) > 1 and (options.policy != "static" or len(set(sizes)) > 1):
         losses = LossWarnings(
             is_sum=options.reduction == "sum",
-            weighs_samples=given["count_tokens"] is None,
+            weighs_samples=by_samples,
             is_joint=needs_equal_steps(models),
             has_equal_data=options.shuffle and isinstance(loader.plans.orders, Permutations | DistributedOrders),
             is_in_parts=options.micro_batch_size is not None,

@@ -160,7 +160,7 @@ class Session:
         A resumed run passes the number of epochs of the whole run, not of those that are left.
         """
         num_epochs = checked("session.epochs(num_epochs)", num_epochs, AtLeast0)
-        self._run.total_samples = num_epochs * self._run.data.num_samples or None
+        self._run.total_samples = num_epochs * self._run.data.size or None
         loader = self._loader
         first = loader.position.epoch + (1 if loader.epoch_is_over else 0)
         planned = max(self._run.num_epochs or 0, first)
@@ -693,7 +693,7 @@ class Session:
         shares_times = allocation.split == "tracking" and self._run.fast_loop.measures(step)
         self._models.begin(batch, measures=measures, shares_times=shares_times)
         self._meter.clock.own_s += time.perf_counter() - began
-        self._meter.clock.handed_out(batch.num_samples)
+        self._meter.clock.handed_out(batch.size)
 
     def _end(self, reason: str) -> None:
         if not self._run.ended:
@@ -707,7 +707,7 @@ class Session:
 
 # --- the checkpoint: numbers, lists and tensors, safe for `torch.load(weights_only=True)`
 
-VERSION = 10
+VERSION = 9
 
 
 def _policy_of(run: Run) -> list[Any]:

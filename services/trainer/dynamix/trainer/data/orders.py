@@ -196,6 +196,13 @@ class DataIdentity(NamedTuple):
     shuffle: bool
     sampler: str = ""
     """Name of the script's own sampler."""
+    num_tokens: int | None = None
+    """Tokens of an epoch, where samples count by their tokens."""
+
+    @property
+    def size(self) -> int:
+        """Size of an epoch in what batch sizes count: samples or tokens."""
+        return self.num_samples if self.num_tokens is None else self.num_tokens
 
 
 class _Drawn(NamedTuple):
@@ -220,8 +227,10 @@ class Orders:
         """The script's own, if it draws the orders, perhaps by an epoch's number that the script has set in it."""
         self._ranks: Ranks
         """Once connected."""
+        self._token_counts: Order | None = None
         self._newest: dict[int, _Drawn] = {}
         """Orders of the two epochs drawn last: a loop inside of another looks at the beginning of the next one."""
+        self._ends: tuple[int, Order] | None = None
         self.expected: tuple[int, int] | None = None
         """An epoch, and the digest that its order had in a saved run: another one is refused."""
 
@@ -260,9 +269,45 @@ class Orders:
                 type(dataset).__name__,
             )
 
-    def size_of(self, _epoch: int) -> int:
-        """Samples of an epoch."""
-        return self.identity.num_samples
+    def count_by_tokens(self, token_counts: Sequence[int], dataset: object, *, most: int) -> None:
+        """Count each sample of a data set by its tokens instead of as one.
+
+        Raises:
+            ValueError: when the counts are not one whole number per sample, are all 0, or one is above `most`.
+        """
+        counts = np.asarray(token_counts)
+        if counts.ndim != 1 or counts.dtype.kind not in "iu" or counts.min(initial=0) < 0 or counts.sum() < 1:
+            raise ValueError("token_counts: pass one whole number per sample, not negative and not all 0")
+        if isinstance(dataset, Sized) and len(counts) != len(dataset):
+            raise ValueError(f"token_counts: {len(counts)} numbers for {len(dataset)} samples")
+        if counts.max() > most:
+            raise ValueError(
+                f"token_counts: a sample has {counts.max()} tokens, but a batch at most {most} (max_local_batch_size, "
+                "micro_batch_size), for sizes are in tokens: raise the bound or cut the sample"
+            )
+        self._token_counts = counts.astype(np.int64)
+        num_tokens = round(int(counts.sum()) * self.identity.num_samples / len(counts))
+        self.identity = self.identity._replace(num_tokens=num_tokens)
+
+    def ends_of(self, epoch: int) -> Order | None:
+        """Tokens of an epoch up to and with each sample of its order; `None` where samples count by themselves.
+
+        Raises:
+            ValueError: when the epoch has no token that counts.
+        """
+        if self._token_counts is None:
+            return None
+        if self._ends is None or self._ends[0] != epoch:
+            ends: Order = np.cumsum(self._token_counts[self.order_of(epoch)])
+            if ends[-1] < 1:
+                raise ValueError(f"token_counts: epoch {epoch} has no token that counts")
+            self._ends = (epoch, ends)
+        return self._ends[1]
+
+    def size_of(self, epoch: int) -> int:
+        """Samples or tokens of an epoch."""
+        ends = self.ends_of(epoch)
+        return self.identity.num_samples if ends is None else int(ends[-1])
 
     def order_of(self, epoch: int) -> Order:
         """The samples of an epoch, in order; those of the two newest epochs are kept.
@@ -298,6 +343,7 @@ class Orders:
         drawn = self._newest.get(epoch)
         if drawn is None or drawn.script_epoch != getattr(self._sampler, "epoch", None):
             self._newest.pop(epoch, None)
+            self._ends = None
 
     def digest_of(self, epoch: int) -> int | None:
         """Digest of an epoch's order, for a checkpoint, if it was drawn."""

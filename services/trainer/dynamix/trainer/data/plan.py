@@ -2,7 +2,8 @@
 
 `Schedule` has the allocation of each step, `Division` cuts a rank's part of a step into micro-batches, `PlanSampler`
 plans the steps of an epoch, `ReferenceSteps` counts progress in steps of the script's own batch. Whole samples only, in
-the epoch's order, without gap or overlap: each is used once per epoch.
+the epoch's order, without gap or overlap: each is used once per epoch. Where samples count by their tokens, sizes are
+in tokens.
 
 The rest of an epoch is divided in proportion, or left out. While the global batch is fixed, it is one step, as in plain
 training. Where it changes, the last two steps share it: a step on two samples takes a stride as long as one on a
@@ -12,7 +13,7 @@ thousand (seen: validation accuracy from 0.86 to 0.70 by one such step).
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from torch.utils.data import Sampler
 
 from dynamix.schemas.messages.allocation import Allocation, Exchange
 
-from .orders import Orders
+from .orders import Order, Orders
 
 
 class Counts:
@@ -171,20 +172,28 @@ def divide_tail(total: int, sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(low + each for low, each in zip(lowest, more, strict=True))
 
 
+Part = tuple[int, int, int]
+"""Start and end of a micro-batch in the epoch's order, and its size in samples or tokens."""
+
+
 class StepPlan(NamedTuple):
     """The plan of one step: equal on all ranks."""
 
     step: int
     epoch: int
     offset: int
-    """Samples of the epoch that were used before this step."""
+    """Samples or tokens of the epoch that were used before this step."""
     counts: Counts
-    """Samples per rank; their sum is the true B of the step."""
+    """Samples or tokens per rank; their sum is the true B of the step."""
+    starts: tuple[int, ...] | None = None
+    """Bounds of the ranks' samples in the epoch's order, one more than ranks; `None` without tokens."""
     digest: int | None = None
     """The digest of a stream's samples from the beginning of the epoch to the end of the step."""
 
     def samples_of(self, rank: int) -> tuple[int, int]:
         """Start and end of a rank's samples in the epoch's order."""
+        if self.starts is not None:
+            return self.starts[rank], self.starts[rank + 1]
         return self.offset + self.counts.starts[rank], self.offset + self.counts.starts[rank + 1]
 
 
@@ -193,26 +202,94 @@ class Division(NamedTuple):
 
     rank: int
     micro_batch_size: int | None = None
-    """Most samples in one; `None` without a bound."""
+    """Most samples or tokens in one; `None` without a bound."""
     equal_micro_steps: bool = False
     """Whether all ranks have the same number of micro-batches."""
     gradient_accumulation_steps: int = 1
     """Micro-batches per rank if there is no bound; the script divides each loss by it."""
 
     def num_parts(self, counts: Counts) -> int:
-        """Micro-batches of a step."""
+        """Micro-batches of a step in samples."""
         if self.micro_batch_size is None:
             return self.gradient_accumulation_steps
         count = max(counts.values) if self.equal_micro_steps else counts.values[self.rank]
         return max(-(-count // self.micro_batch_size), 1)
 
-    def parts(self, plan: StepPlan) -> list[tuple[int, int]]:
-        """Start and end of this rank's micro-batches in the epoch's order: as equal as possible, the smaller first."""
+    def parts(self, plan: StepPlan, ends: Order | None = None) -> list[Part]:
+        """This rank's micro-batches: as equal in samples as possible, the smaller first, or as many tokens as fit.
+
+        `ends` are the tokens of the epoch up to and with each sample.
+        """
         first, last = plan.samples_of(self.rank)
-        number = self.num_parts(plan.counts)
-        each, more = divmod(last - first, number)
-        sizes = (each + (index >= number - more) for index in range(number))
-        return list(pairwise(accumulate(sizes, initial=first)))
+        if ends is None:
+            return _equal_parts(first, last, self.num_parts(plan.counts))
+        most = self.micro_batch_size
+        if most is None:
+            parts = _equal_parts(first, last, self.gradient_accumulation_steps)
+            return [(start, stop, _tokens_before(ends, stop) - _tokens_before(ends, start)) for start, stop, _ in parts]
+        parts = _parts_in_tokens(ends, first, last, most)
+        number = max(len(parts), 1)
+        if self.equal_micro_steps:
+            every = map(plan.samples_of, range(len(plan.counts.values)))
+            number = max(number, *(len(_parts_in_tokens(ends, start, stop, most)) for start, stop in every))
+        return [(first, first, 0)] * (number - len(parts)) + parts
+
+
+def divide_tokens(ends: Order, offset: int, wanted: Counts, sizes: Counts) -> tuple[tuple[int, ...], Counts]:
+    """Divide whole samples among ranks: where each one's begin, and its tokens.
+
+    Each rank gets what is `wanted` of it, rounded up to a sample's end as far as its size allows: no rank gets more
+    tokens than its size. Only a sample that is longer than every size goes to the rank with the largest, alone.
+
+    Args:
+        ends: tokens of the epoch up to and with each sample.
+        offset: tokens of the epoch before the step.
+        wanted: tokens for each rank.
+        sizes: the most tokens of each rank.
+    """
+    first = int(ends.searchsorted(offset, "right")) if offset else 0
+    starts, used, tokens = [first], offset, []
+    for size, target in zip(sizes.values, wanted.starts[1:], strict=True):
+        stop = int(ends.searchsorted(used + size, "right"))
+        if wanted.total < sizes.total:
+            enough = min(int(ends.searchsorted(offset + target)), len(ends) - 1)
+            stop = min(stop, int(ends.searchsorted(ends[enough], "right")))
+        stop = max(stop, starts[-1])
+        end = _tokens_before(ends, stop)
+        starts.append(stop)
+        tokens.append(end - used)
+        used = end
+    if used == offset:
+        longest = max(range(len(tokens)), key=sizes.values.__getitem__)
+        used = int(ends[int(ends.searchsorted(offset, "right"))])
+        stop = int(ends.searchsorted(used, "right"))
+        starts = [first] * (longest + 1) + [stop] * (len(tokens) - longest)
+        tokens[longest] = used - offset
+    return tuple(starts), Counts(tokens)
+
+
+def _equal_parts(first: int, last: int, number: int) -> list[Part]:
+    each, more = divmod(last - first, number)
+    parts = []
+    for index in range(number):
+        stop = first + each + (index >= number - more)
+        parts.append((first, stop, stop - first))
+        first = stop
+    return parts
+
+
+def _tokens_before(ends: Order, index: int) -> int:
+    return int(ends[index - 1]) if index else 0
+
+
+def _parts_in_tokens(ends: Order, start: int, stop: int, most: int) -> list[Part]:
+    """Samples in parts of at most so many tokens."""
+    parts, used = [], _tokens_before(ends, start)
+    while start < stop:
+        end = min(max(int(ends.searchsorted(used + most, "right")), start + 1), stop)
+        parts.append((start, end, int(ends[end - 1]) - used))
+        start, used = end, int(ends[end - 1])
+    return parts
 
 
 class MicroBatch(NamedTuple):
@@ -223,8 +300,10 @@ class MicroBatch(NamedTuple):
     """First index of its samples in the epoch's order."""
     num_samples: int
     """Its samples; 0 when the batch is a dummy that counts for nothing."""
+    size: int
+    """Its size as batch sizes count: samples, or their tokens."""
     weight: int
-    """Weight of its mean loss in the step: its samples, or the tokens that the script counted in it."""
+    """Weight of its mean loss in the step: its size, or the tokens that the script counted in it."""
     is_first: bool
     """Whether it is the first micro-batch of the step."""
     is_last: bool
@@ -240,7 +319,7 @@ class Position(NamedTuple):
     """Optimizer steps so far; the next step's number."""
     epoch: int = 0
     offset: int = 0
-    """Samples of the epoch that are used."""
+    """Samples or tokens of the epoch that are used."""
     samples_seen: int = 0
     """The same over all epochs."""
 
@@ -282,7 +361,10 @@ class PlanSampler(Sampler[list[int]]):
         drop_last: bool = False,
         shares_tail: bool = True,
     ) -> None:
-        """`shares_tail`: whether the last two steps of an epoch share what is left."""
+        """Draw each epoch's samples in its order; where they count by their tokens, sizes are in tokens.
+
+        `shares_tail`: whether the last two steps of an epoch share what is left.
+        """
         self.drawn: deque[Any] = deque()
         self.last_drawn_step = -1
         """The last step that a loop has drawn which is under way: its sizes cannot change any more."""
@@ -352,18 +434,30 @@ class PlanSampler(Sampler[list[int]]):
         left = self.orders.size_of(position.epoch) - position.offset
         total = self._num_taken(sizes.total, left)
         counts = sizes if total == sizes.total else Counts(divide_tail(total, sizes.values))
-        return StepPlan(position.step, position.epoch, position.offset, counts)
+        plan = StepPlan(position.step, position.epoch, position.offset, counts)
+        if (ends := self.orders.ends_of(position.epoch)) is None:
+            return plan
+        starts, in_tokens = divide_tokens(ends, position.offset, counts, sizes)
+        return plan._replace(counts=in_tokens, starts=starts)
 
     def micro_batches(self, plan: StepPlan) -> Iterator[MicroBatch]:
         """This rank's part of a step."""
-        parts, divisor = self.division.parts(plan), self.division.gradient_accumulation_steps
-        for index, (start, stop) in enumerate(parts):
-            size = stop - start
-            yield MicroBatch(plan, start, size, size, index == 0, index == len(parts) - 1, divisor)
+        parts = self.division.parts(plan, self.orders.ends_of(plan.epoch))
+        for index, (start, stop, size) in enumerate(parts):
+            is_first, is_last = index == 0, index == len(parts) - 1
+            yield MicroBatch(
+                plan, start, stop - start, size, size, is_first, is_last, self.division.gradient_accumulation_steps
+            )
 
     def num_batches_left(self, position: Position) -> int:
         """Batches that this rank draws to the end of the epoch, if no further size is scheduled."""
         num_batches, left = 0, self.orders.size_of(position.epoch) - position.offset
+        if (ends := self.orders.ends_of(position.epoch)) is not None:
+            while not self.is_over(position):
+                plan = self.plan_at(position)
+                num_batches += len(self.division.parts(plan, ends))
+                position = position.after(plan)
+            return num_batches
         step, is_first = position.step, position.offset == 0
         while left > 0:
             counts = self._schedule.counts_at(step)
@@ -393,7 +487,7 @@ class PlanSampler(Sampler[list[int]]):
         order = self.orders.order_of(plan.epoch)
         if micro_batch.num_samples == 0:
             return [int(order[plan.samples_of(0)[0]])] * 2
-        if stride > 1:
+        if stride > 1 and plan.starts is None:
             step = order[plan.offset : plan.offset + plan.counts.total]
             order, start = np.concatenate([step[rank::stride] for rank in range(stride)]), start - plan.offset
         indices: list[int] = order[start : start + micro_batch.num_samples].tolist()
@@ -404,7 +498,7 @@ class ReferenceSteps(NamedTuple):
     """Reference steps of one job."""
 
     num_samples: int
-    """Samples of an epoch; 0 if the length of a stream is unknown."""
+    """Samples or tokens of an epoch, as batch sizes count; 0 if the length of a stream is unknown."""
     global_batch_size: int
     """The global batch size of the script."""
     drop_last: bool

@@ -8,7 +8,7 @@ Every sample is digested where it is read. Each step goes on from the digest of 
 the saved run; the ranks compare theirs with each window's rows, and where an epoch ends.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -61,6 +61,10 @@ class StreamOrders(Orders):
             raise ValueError(f"the data set is a stream that differs between ranks: it {ONE_PART}")
         if not first:
             raise ValueError(f"the data set, a {type(self._dataset).__name__}, yields nothing")
+
+    def count_by_tokens(self, _token_counts: Sequence[int], _dataset: object, *, most: int) -> None:  # noqa: ARG002
+        """Refuse: samples are not known before they are read."""
+        raise ValueError("token_counts needs a data set with __getitem__: with a stream use count_tokens")
 
     def end_epoch(self, epoch: int, num_samples: int, read: int) -> None:
         """An epoch's end was read, and samples with the digest `read`; a collective call.
@@ -176,7 +180,7 @@ class StreamReader(Dataset[Any]):
         if not samples:
             return StreamRead([], 0, before, before)
         parts = self.division.parts(shortened(plan, len(samples)))
-        mine = [samples[start - plan.offset : stop - plan.offset] or samples[:1] * 2 for start, stop in parts]
+        mine = [samples[start - plan.offset : stop - plan.offset] or samples[:1] * 2 for start, stop, _ in parts]
         return StreamRead([self.collate_fn(part) for part in mine], len(samples), before, self._digest)
 
 

@@ -175,5 +175,5 @@ def check_accumulation(averaging: Averaging, models: Sequence[torch.nn.Module], 
     if counts_in_batches and averaging != "hook":
         raise ValueError(
             "count_tokens with gradient accumulation needs a DistributedDataParallel model: elsewhere the tokens of "
-            "all micro-batches must be known before the first one"
+            "all micro-batches must be known before the first one, pass token_counts"
         )

@@ -341,8 +341,7 @@ def _check_local_steps(
 ) -> None:
     if given["count_tokens"] is not None:
         raise ValueError(
-            "local steps and count_tokens exclude each other, since no rank knows what the others have counted: "
-            'use exchange="lossy", or leave count_tokens out if all samples have equally many tokens'
+            "local steps and count_tokens exclude each other, since all ranks must know what counts: pass token_counts"
         )
     for optimizer in optimizers:
         names = [cls.__name__ for cls in type(optimizer).__mro__]

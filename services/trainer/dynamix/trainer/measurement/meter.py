@@ -206,11 +206,11 @@ class RankMeter:
         if batch.weight == 0:
             self._batches.append(_Batch(batch, 0.0, 0.0, norms))
             return
-        per_weight = batch.num_samples / batch.weight  # samples per what the script counts in a batch
+        per_size = batch.size / batch.weight  # what the script counts in a batch, per what batch sizes count
         if loss is not None:
-            loss = loss * (batch.num_samples if self.reduction == "mean" else per_weight)
+            loss = loss * (batch.size if self.reduction == "mean" else per_size)
         if num_correct is not None:
-            num_correct = num_correct * per_weight
+            num_correct = num_correct * per_size
         self._batches.append(_Batch(batch, loss, num_correct, norms))
 
     def take_row(
@@ -240,7 +240,7 @@ class RankMeter:
                 **self.process._asdict(),
                 local_batch_size=0,
                 pending_local_batch_size=0,
-                num_samples=sum(each.batch.num_samples for each in batches),
+                num_samples=sum(each.batch.size for each in batches),
                 loss_sum=_total([each.loss_sum for each in batches]),
                 num_correct=_total([each.num_correct for each in batches]),
                 data_time_s=sum((each.data_s for each in times), 0.0),

@@ -267,7 +267,7 @@ class Run:
     def reference_steps(self) -> ReferenceSteps:
         """Converts samples to steps of the script's global batch."""
         options = self.options
-        return ReferenceSteps(self.data.num_samples, options.base_global_batch_size, options.drop_last)
+        return ReferenceSteps(self.data.size, options.base_global_batch_size, options.drop_last)
 
     def bounded(self, allocation: Allocation, caps: tuple[int, ...]) -> Allocation:
         """An allocation with no size above its rank's bound.
