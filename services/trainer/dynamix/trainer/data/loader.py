@@ -80,8 +80,8 @@ def check_loader_options(options: LoaderOptions, look_ahead: int, known: Iterabl
 class _Loop:
     """A loop over the loader; the script may run another one inside of it, which only looks at batches."""
 
-    began_at: Position = Position()
-    position: Position = Position()
+    began_at: Position
+    position: Position
     is_open: bool = True
     """Whether the script can go on with it."""
     first: Callable[[], object] | None = None
@@ -133,7 +133,7 @@ class Loader:
         """Called when a loop came to the end of its epoch and all of its steps have ended."""
         self._num_left = 0
         """Loops that began since a batch was finished."""
-        self._loop = _Loop(is_open=False)
+        self._loop = _Loop(Position(), Position(), is_open=False)
         self._is_stale = False
         """Whether the position has moved under a loop: what it has drawn does not count."""
         self._digest: int | None = None
