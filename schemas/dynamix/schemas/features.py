@@ -14,7 +14,7 @@ import numpy.typing as npt
 from .codec import MalformedMessageError
 from .messages import MetricWindow, State, SystemMetrics, TrainingMetrics
 
-FEATURE_VERSION = 8
+FEATURE_VERSION = 9
 """Raised whenever the lists change. A name keeps its meaning: policies learned before find theirs by name."""
 
 Array32 = npt.NDArray[np.float32]
@@ -67,7 +67,6 @@ GLOBAL_FEATURES = {
     "step_time_s": "mean time of a step, slowest rank",
     "throughput": "samples per second of training",
     "noise_scale": "B_noise in samples",
-    "local_drift": "local steps: squared distance of ranks from their mean, over that of its move",
     "learning_rate": "of the first optimizer's first parameters, as steps use it",
     "gradient_norm": "of a step's gradient, by the noise estimate: sqrt(|G|^2 + S / B)",
     "coding_gain": "codecs with loss: squared norm of what was sent, over what should have been",

@@ -142,7 +142,7 @@ class WindowRecorder:
         steps, self.steps = self.steps, []
         timings, count = [step.timing for step in steps], len(self._local_ranks)
         zeros, each_way = np.zeros(count), np.full(count, self._tx_bytes_per_step)
-        noise, rings_s, drift_own, drift_mean = [NoiseSums() for _ in range(count)], zeros, zeros, 0.0
+        noise, rings_s = [NoiseSums() for _ in range(count)], zeros
         for plan, sums, timing, conditions, traffic in steps:
             if traffic is None:
                 rings_s = rings_s + each_way / self._link_rates(conditions)
@@ -153,8 +153,6 @@ class WindowRecorder:
             if sums.norms is not None:
                 for rank, own in enumerate(noise):
                     own.add_step(plan.counts, rank, float(sums.norms.local[rank]), sums.norms.reduced)
-            if sums.drift is not None:
-                drift_own, drift_mean = drift_own + sums.drift[0], drift_mean + sums.drift[1]
         sizes = np.array([step.plan.counts.values for step in steps])
         num_samples = sizes.sum(axis=0)
         loss, num_correct = (
@@ -204,7 +202,6 @@ class WindowRecorder:
                     ),
                     noise=noise[rank],
                     held_out_accuracy=held_out_accuracy,
-                    drift=(float(drift_own[rank]), drift_mean),
                     learning_rate=learning_rate,
                     coded=each,
                 )
@@ -409,9 +406,7 @@ class VirtualCluster:
             conditions,
             decided=decided,
             traffic=traffic,
-            since_s=rounds.since_s if step.is_local else None,
-            is_in_flight=rounds.is_in_flight,
-            arrives_s=rounds.arrives_s,
+            since_s=rounds.computed_s if step.is_local else None,
         )
         sent = () if step.is_local and not traffic else traffic
         self._recorder.steps.append(Step(plan, sums, timing, conditions, sent))
@@ -423,8 +418,7 @@ class VirtualCluster:
         self.time_s += timing.step_s
         self.position = following
         self._schedule.drop_before(plan.step)
-        times_are_shared = rounds.is_received or not step.is_local
-        if times_are_shared and self._schedule.allocation_at(plan.step).split == "tracking":
+        if rounds.num_steps == 0 and self._schedule.allocation_at(plan.step).split == "tracking":
             seconds, counts = timing.seconds_per_sample(plan.counts.values), plan.counts.values
             if step.is_local:
                 seconds, counts = rounds.ended_times()
@@ -460,8 +454,7 @@ class VirtualCluster:
         inputs, labels = (tensor.index_select(0, chosen.to(tensor.device)) for tensor in self._data)
         if step.is_local:
             sums = self.rounds.compute(inputs, labels, plan)
-            traffic, drift = self.rounds.update(plan, step, ends_epoch=ends_epoch)
-            return sums._replace(drift=drift), traffic
+            return sums, self.rounds.update(plan, step, ends_epoch=ends_epoch)
         measured = is_measured(plan.step, self.scenario.noise_every)
         if step.exchange == EXACT:
             return self.gradients.step(inputs, labels, plan, measured=measured), None
