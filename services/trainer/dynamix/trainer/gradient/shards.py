@@ -27,7 +27,7 @@ from dynamix.trainer.exchange.layout import Layout, sharded_groups
 from dynamix.trainer.exchange.plan import Sent
 from dynamix.trainer.exchange.transport import LentTensor, launched
 
-from .hook import GradientHook, squared_norm
+from .hook import GradientHook, squared_norm, weigh
 from .noise import NormSketch
 
 T = TypeVar("T")
@@ -111,10 +111,7 @@ class ShardHook(GradientHook):
             step.local[number] = squared_norm(gradient) if step.scale else 0.0
         elif step.is_local and self.sketch is not None and step.scale:
             self.sketch.local += float(squared_norm(gradient)) * self._own_scale**2
-        if not step.scale:
-            gradient.zero_()  # not times zero: a dummy batch may have made it NaN
-        elif step.scale != 1.0:
-            gradient.mul_(step.scale)
+        weigh(gradient, step.scale)
         self.clock.own_s += time.perf_counter() - began
 
     def sum_copies(self, number: int, shard: Tensor, *, is_kept: bool) -> None:
@@ -162,7 +159,7 @@ class ShardHook(GradientHook):
         """The backward pass is over: wait for all sums, and exchange the compute times."""
         self._is_queued, step = False, self._step
         times = None
-        if step.shares_times and not step.is_local:
+        if step.shares_times:
             times = launched(self.group.allreduce, [self.slots.write_apart(self.clock.seconds_per_sample()).alias])
         self._receive()
         if times is not None:
