@@ -26,7 +26,7 @@ from dynamix.trainer.exchange.codec import (
     Sum,
     Trade,
     Union,
-    legs_of,
+    chunks_of,
     run_alike,
     side_by_side,
     sum_together,
@@ -90,10 +90,13 @@ def test_a_bucket_in_chunks_has_the_bits_of_the_whole_whoever_owns_what() -> Non
     whole = gradients[0] + gradients[1] + gradients[2] + gradients[3]  # in rank order
     for shares in ((1.0, 1.0, 1.0, 1.0), (5.0, 0.0, 1.0, 2.5)):
         rows, codec = gradients.clone(), PlainExchange()
-        legs = [legs_of(codec, BucketView(0, row, ()), Member(rank, 4, shares)) for rank, row in enumerate(rows)]
-        assert {len(each) for each in legs} == {6}
-        for of_ranks in zip(*legs, strict=True):
-            run_alike(of_ranks)
+        members = [Member(rank, 4, shares) for rank in range(4)]
+        chunks = [
+            chunks_of(codec, BucketView(0, *each, ()), of) for each, of in zip(rows.split(1), members, strict=True)
+        ]
+        assert {len(each) for each in chunks} == {6}
+        for of_ranks in zip(*chunks, strict=True):
+            run_alike([codec.reduce(*each) for each in zip(of_ranks, members, strict=True)])
         assert all(torch.equal(row, whole) for row in rows)
 
 

@@ -19,6 +19,7 @@ from dynamix.schemas.messages.allocation import EXACT, Allocation, Explored
 from dynamix.trainer.data.orders import Permutations
 from dynamix.trainer.data.plan import Division, PlanSampler, Position, Schedule, StepPlan
 from dynamix.trainer.exchange.codec import CodedSquares
+from dynamix.trainer.exchange.plan import StepExchange
 from dynamix.trainer.exchange.rows import table_share
 from dynamix.trainer.gradient.learning_rate import FACTORS, scale_every_step
 from dynamix.trainer.gradient.noise import NoiseAverage, NoiseSums, is_measured, window_moments
@@ -31,7 +32,7 @@ from dynamix.trainer.steering.offers import Offers
 from dynamix.trainer.steering.run import Reporter, field_of
 
 from .clock import LABELS, ComputeTimes, Conditions, Disturbances, Sizes, StepTiming, VirtualClock, generator
-from .exchange import ActiveExchange, Array64, StepTraffic, VirtualExchange, total_bytes
+from .exchange import Array64, StepTraffic, VirtualExchange, total_bytes
 from .gradients import StepSums, gradients_of
 from .rounds import VirtualRounds
 from .scenario import Scenario
@@ -439,13 +440,13 @@ class VirtualCluster:
                 reporter.begun = begun
             self.job = self._reporters[0].specification(total_samples=None)
 
-    def _active(self, step: int) -> ActiveExchange:
+    def _active(self, step: int) -> StepExchange:
         """The exchange that is active in a step; a worker alone sends nothing."""
         if self.scenario.world_size == 1:
-            return ActiveExchange(EXACT, EXACT)
-        return ActiveExchange(*(self._schedule.allocation_at(each).exchange for each in (step, step + 1)))
+            return StepExchange(EXACT, EXACT)
+        return StepExchange(*(self._schedule.allocation_at(each).exchange for each in (step, step + 1)))
 
-    def _train(self, plan: StepPlan, step: ActiveExchange, *, ends_epoch: bool) -> tuple[StepSums, StepTraffic | None]:
+    def _train(self, plan: StepPlan, step: StepExchange, *, ends_epoch: bool) -> tuple[StepSums, StepTraffic | None]:
         """Compute the gradient of a step, or a local step of each worker; evaluated parameters stay as they were.
 
         Returns what was sent; `None` for exact training, and where nothing was sent.

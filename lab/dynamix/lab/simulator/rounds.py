@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from dynamix.schemas.messages.allocation import EXACT
 from dynamix.trainer.data.plan import StepPlan
+from dynamix.trainer.exchange.plan import StepExchange
 from dynamix.trainer.gradient.learning_rate import correct_second_moments
 from dynamix.trainer.gradient.noise import NormSketch, RoundMeasurement
 from dynamix.trainer.local_steps import agreement_after, mean_counts, outer_step
 
 from .clock import StepTiming
-from .exchange import ActiveExchange, Array64, StepTraffic, VirtualExchange, with_numbers
+from .exchange import Array64, StepTraffic, VirtualExchange, with_numbers
 from .gradients import Gradients, StepSums, WorkerNorms
 
 MakeOptimizer = Callable[[nn.Parameter], torch.optim.Optimizer]
@@ -84,7 +85,7 @@ class VirtualRounds:
         self._sketch_bytes = sketch.cells.nbytes
         return sums._replace(norms=WorkerNorms(local, sketch.reduced()))
 
-    def update(self, plan: StepPlan, step: ActiveExchange, *, ends_epoch: bool) -> StepTraffic | None:
+    def update(self, plan: StepPlan, step: StepExchange, *, ends_epoch: bool) -> StepTraffic | None:
         """Update each rank; returns what was sent after a round's last step. Evaluated parameters stay."""
         parameters, optimizer = self._begun()
         together = self._exchange.world_size // self._exchange.num_members
@@ -123,7 +124,7 @@ class VirtualRounds:
             traffic += self._average_optimizers(parameters, optimizer, weights)
         return traffic
 
-    def end_step(self, timing: StepTiming, step: ActiveExchange) -> None:
+    def end_step(self, timing: StepTiming, step: StepExchange) -> None:
         """Take in what each rank's step took, and show what is in force: before a step that is not local, for all."""
         self.computed_s = self.computed_s + timing.compute_s
         if self.num_steps == 0:
@@ -172,7 +173,7 @@ class VirtualRounds:
         self, parameters: nn.Parameter, optimizer: torch.optim.Optimizer, weights: Tensor
     ) -> StepTraffic:
         """Replace all optimizers' states by their weighted mean, that of the common one as well."""
-        common, traffic, exact = self._gradients.parameters, StepTraffic(), ActiveExchange(EXACT, EXACT)
+        common, traffic, exact = self._gradients.parameters, StepTraffic(), StepExchange(EXACT, EXACT)
         for name, value in optimizer.state[parameters].items():
             if isinstance(value, Tensor) and value.shape == parameters.shape:
                 mean = torch.empty_like(self._start)

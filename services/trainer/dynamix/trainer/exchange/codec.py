@@ -241,11 +241,6 @@ def chunks_of(codec: ExchangeCodec, bucket: BucketView, member: Member) -> list[
     return [bucket]
 
 
-def legs_of(codec: ExchangeCodec, bucket: BucketView, member: Member) -> list[Leg]:
-    """Sum a bucket, in chunks where that is faster."""
-    return [codec.reduce(chunk, member) for chunk in chunks_of(codec, bucket, member)]
-
-
 class Residuals:
     """Residuals: one flat tensor per parameter with what a rank has not sent yet of its gradients.
 
@@ -316,6 +311,13 @@ class ErrorFeedback:
         """The residuals of this rank."""
         self.coded = CodedSquares()
         """Squared norms of what was sent and should have been sent, if the codec measures them."""
+
+
+def leg_of(codec: ExchangeCodec, bucket: BucketView, member: Member, *, flushes: bool) -> Leg:
+    """Sum a bucket; where it `flushes` and its residuals without loss."""
+    if flushes and isinstance(codec, ErrorFeedback):
+        return codec.residuals.flush(bucket, member)
+    return codec.reduce(bucket, member)
 
 
 def run_alike(legs: Sequence[Leg]) -> None:

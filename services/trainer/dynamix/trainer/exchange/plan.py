@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import reduce
+from functools import partial, reduce
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -38,12 +38,12 @@ from .codec import (
     ErrorFeedback,
     ExchangeCodec,
     Largest,
-    Leg,
     Member,
     PlainExchange,
     Trade,
     chunks_of,
     just,
+    leg_of,
     side_by_side,
     sum_together,
 )
@@ -108,11 +108,6 @@ def _checked(found: object) -> ExchangeCodec:
     return found
 
 
-def keeps_residuals(exchange: Exchange, following: Exchange) -> bool:
-    """Whether the next exchange can send the residuals of this one: the same codec, of the same quantity."""
-    return exchange.codec == following.codec and (exchange.every > 1) == (following.every > 1)
-
-
 def member_of(exchange: Exchange, rank: int, world_size: int, num_servers: int = 0) -> Member:
     """This rank in an exchange: without a route over owners it has no shares."""
     if exchange.route == SERVERS:
@@ -124,11 +119,22 @@ def member_of(exchange: Exchange, rank: int, world_size: int, num_servers: int =
 
 
 class StepExchange(NamedTuple):
-    """The exchange of one step."""
+    """The exchange that is active in one step."""
 
     exchange: Exchange
-    flushes: bool
-    """Whether another codec, or none, is active on the next step: then residuals are sent with this gradient."""
+    following: Exchange
+    """Active in the next step, which all ranks know by now: a decision arrives two steps before it takes effect, or
+    three where the last step before it has to do something (`margin_steps`)."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the step updates each rank's own parameters."""
+        return self.exchange.every > 1
+
+    @property
+    def flushes(self) -> bool:
+        """Whether the next one cannot send the residuals of this one: another codec, or of another quantity."""
+        return self.exchange.codec != self.following.codec or self.is_local != (self.following.every > 1)
 
 
 class ExchangePlan:
@@ -168,7 +174,7 @@ class ExchangePlan:
         most = sum(each.numel() for each in trained)
         numbers = torch.zeros(min(most, max(MEASURED)), device=trained[0].device)
         exchange = self.of_model(model)
-        exchange.begin(StepExchange(EXACT, flushes=False))
+        exchange.begin(StepExchange(EXACT, EXACT))
 
         def flat(length: int) -> None:
             model.process_group.allreduce([numbers[:length]]).wait()
@@ -191,16 +197,12 @@ class ExchangePlan:
             )
 
     def of_step(self, step: int) -> StepExchange | None:
-        """The exchange of a step, `None` for DDP's own all-reduce; a collective call on the first other step.
-
-        That of the next step is known by then: a decision arrives two steps before it takes effect, or three where the
-        last step before it has to do something (`margin_steps`).
-        """
+        """The exchange of a step, `None` for DDP's own all-reduce; a collective call on the first other step."""
         exchange = self.at(step)
         if exchange == EXACT and self.nodes is None:
             return None
         self.pipeline()
-        return StepExchange(exchange, flushes=not keeps_residuals(exchange, self.at(step + 1)))
+        return StepExchange(exchange, self.at(step + 1))
 
     def at(self, step: int) -> Exchange:
         """The exchange of a step, as far as it is carried out here."""
@@ -209,8 +211,9 @@ class ExchangePlan:
     def pipeline(self) -> "Pipeline":
         """The pipeline of collectives; the first call makes it, a collective."""
         if self._pipeline is None:
-            peers = self.layout.peers if self.layout else ()
-            self._pipeline = Pipeline(self._timeout, self._servers, self.nodes, peers)
+            self._pipeline = Pipeline(
+                self._timeout, self._servers, self.nodes, self.layout.peers if self.layout else ()
+            )
             self.on_connect()
         return self._pipeline
 
@@ -227,11 +230,26 @@ class ExchangePlan:
         return (self.rank,) if self.nodes is None else self.nodes.inside
 
     @property
+    def peers(self) -> tuple[int, ...]:
+        """The ranks that exchange with this one: those with the same shard, or the same place in their nodes."""
+        if self.layout is not None:
+            return self.layout.peers
+        return tuple(range(self.world_size)) if self.nodes is None else self.nodes.peers
+
+    @property
     def num_replicas(self) -> int:
         """How many exchange gradients where those of a node sum them first; 0 where all ranks do."""
-        if self.layout is not None:
-            return len(self.layout.peers)
-        return 0 if self.nodes is None else len(self.nodes.ranks)
+        return len(self.peers) if self.nodes or self.layout else 0
+
+    def member(self, exchange: Exchange) -> Member:
+        """This rank's part in an exchange among its peers."""
+        peers = self.peers
+        if self.nodes is not None:
+            exchange = self.nodes.between(exchange)
+        elif self.layout is not None and exchange.shares:
+            shares = tuple(exchange.shares[rank] for rank in peers)
+            exchange = replace(exchange, shares=shares if any(shares) else ())
+        return member_of(exchange, peers.index(self.rank), len(peers), self.num_servers)
 
     def close(self) -> None:
         """End what runs in the background. No collective."""
@@ -255,16 +273,7 @@ class ModelExchange:
     def begin(self, step: StepExchange) -> None:
         """Begin a step: the buckets that follow are sent by its exchange."""
         if self._step is None or step.exchange != self._step.exchange:
-            plan, exchange = self.plan, step.exchange
-            if plan.layout is not None:
-                peers = plan.layout.peers
-                shares = tuple(exchange.shares[rank] for rank in peers) if exchange.shares else ()
-                exchange = replace(exchange, shares=shares if any(shares) else ())
-                self._member = member_of(exchange, peers.index(plan.rank), len(peers))
-            elif (nodes := plan.nodes) is not None:
-                self._member = member_of(nodes.between(exchange), nodes.peers.index(plan.rank), len(nodes.ranks))
-            else:
-                self._member = member_of(exchange, plan.rank, plan.world_size, plan.num_servers)
+            self._member = self.plan.member(step.exchange)
         self._step = step
 
     def send(self, bucket: BucketView, beside: Sequence[Tensor] = ()) -> "Sent":
@@ -276,13 +285,8 @@ class ModelExchange:
         codec = self._codec(self._step.exchange.codec)
         host = _host_copy(bucket.flat)
         sent = bucket if host is None else bucket._replace(flat=host)
-        flushes, member, nodes = self._step.flushes, self._member, self.plan.nodes
-
-        def reduced(chunk: BucketView) -> Leg:
-            if flushes and isinstance(codec, ErrorFeedback):
-                return codec.residuals.flush(chunk, member)
-            return codec.reduce(chunk, member)
-
+        member, nodes = self._member, self.plan.nodes
+        reduced = partial(leg_of, codec, member=member, flushes=self._step.flushes)
         chunks = chunks_of(codec, sent, member)
         legs: list[NodeLeg] = []
         if nodes is None:

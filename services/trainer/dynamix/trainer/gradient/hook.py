@@ -335,7 +335,7 @@ class GradientHook:
         not over a base hook. Where it `measures` norms, those of a local step are sketched.
         """
         assert not (shares_times and self.base_hook is not None), "base hooks carry no times"
-        is_local = exchange is not None and exchange.exchange.every > 1
+        is_local = exchange is not None and exchange.is_local
         if exchange is not None:
             self.model_exchange.begin(exchange)
         weights, counts, nodes = self.weights, batch.plan.counts, self.model_exchange.plan.nodes

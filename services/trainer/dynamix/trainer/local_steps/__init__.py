@@ -37,7 +37,7 @@ from dynamix.trainer.data.plan import StepPlan
 from dynamix.trainer.exchange.codec import BucketPart, BucketView, Largest, Residuals, just
 from dynamix.trainer.exchange.layout import local
 from dynamix.trainer.exchange.nodes import sum_plainly
-from dynamix.trainer.exchange.plan import ExchangePlan, ModelExchange, Sent, StepExchange, keeps_residuals
+from dynamix.trainer.exchange.plan import ExchangePlan, ModelExchange, Sent, StepExchange
 from dynamix.trainer.gradient.hook import CoveredModels
 from dynamix.trainer.gradient.learning_rate import Updates
 from dynamix.trainer.gradient.noise import NOT_MEASURED, RoundMeasurement, SquaredNorms, StepSketches
@@ -315,7 +315,7 @@ class LocalSteps:
         layout, is_first = self.exchange.layout, self.exchange.rank == 0
         together = (self.exchange.rank,) if layout is None else layout.inside
         weight = sum(counts[rank] for rank in together) / sum(counts)
-        step = StepExchange(exchange, flushes=not keeps_residuals(exchange, following))
+        step = StepExchange(exchange, following)
         beside = [each.cells for each in sketches.sketches] if sketches else []
         times, agreed = torch.zeros(self.exchange.world_size), torch.zeros(1)
         if shares_times:
