@@ -12,7 +12,6 @@ from torch import nn
 from dynamix.lab.simulator.clock import Conditions, VirtualClock
 from dynamix.lab.simulator.cluster import VirtualCluster
 from dynamix.lab.simulator.exchange import (
-    ActiveExchange,
     BucketTraffic,
     CollectiveTraffic,
     StackedInt8,
@@ -24,7 +23,7 @@ from dynamix.lab.simulator.exchange import (
 from dynamix.lab.simulator.scenario import Coding, Network, Scenario, Workers
 from dynamix.schemas.messages.allocation import EXACT, LOSSY_CODECS, Allocation, Exchange
 from dynamix.trainer.exchange.codec import BucketPart, BucketView, Member
-from dynamix.trainer.exchange.plan import exchange_codec
+from dynamix.trainer.exchange.plan import StepExchange, exchange_codec
 
 INT8 = Exchange(codec="int8")
 LONG = {"fixed_time_s": 1e3, "time_limit_s": 1e6, "evaluate_every_s": 1e6}
@@ -51,7 +50,7 @@ def traffic_of(exchange: Exchange, num_ranks: int, num_buckets: int = 1, pretend
     sums = VirtualExchange(made, num_ranks, num_buckets=num_buckets, gradient_bytes=pretended or 4 * 4096)
     gradients = torch.randn(num_ranks, 4096, generator=torch.Generator().manual_seed(1))
     total = torch.empty(4096)
-    traffic = sums.sum(gradients, ActiveExchange(exchange, exchange), total)
+    traffic = sums.sum(gradients, StepExchange(exchange, exchange), total)
     assert torch.allclose(total, gradients.sum(0), atol=0.1 if exchange.codec in LOSSY_CODECS else 1e-5)
     return traffic
 

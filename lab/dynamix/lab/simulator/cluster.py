@@ -422,7 +422,7 @@ class VirtualCluster:
         if rounds.num_steps == 0 and self._schedule.allocation_at(plan.step).split == "tracking":
             seconds, counts = timing.seconds_per_sample(plan.counts.values), plan.counts.values
             if step.is_local:
-                seconds, counts = rounds.ended_times()
+                seconds, counts = rounds.ended_times
             # a loader without workers has drawn nothing yet
             self._fast_loop.observe_times(seconds, self.position.step, counts)
         if plan.step < NUM_TIMED < self.scenario.window_steps:

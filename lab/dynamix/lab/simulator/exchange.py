@@ -1,12 +1,9 @@
 """Communication of virtual ranks where it is not plain all-reduces: the trainer's codecs on each rank's own gradient.
 
 In: one gradient per rank, or how far its parameters moved, and the exchange that is active in the step. Out: the sum as
-real ranks would have it, bit for bit, and the time that it takes, by the bytes that each collective sends.
-
-A bucket goes through two lanes, as in the trainer: coding before the first collective and that collective in the first
-lane, all that follows in the second. Each lane takes the buckets in order, so that the sums of one come back while the
-next one is sent. But a link sends, and receives, one byte at a time: the buckets from any one on take no less than all
-their bytes over the busiest direction of the slowest link.
+real ranks would have it, bit for bit, and the time that it takes, by the bytes that each collective sends in the two
+lanes of the trainer, in order. A link sends, and receives, one byte at a time: the buckets from any one on take no less
+than all their bytes over the busiest direction of the slowest link.
 
     lane 1: end1_k = max(end1_(k-1), ready_k) + coding_k / 2 + first collective
     lane 2: end2_k = max(end2_(k-1), end1_k) + coding_k / 2 + further collectives
@@ -16,8 +13,8 @@ their bytes over the busiest direction of the slowest link.
     coding: max_i slowdown_i / cores_i * (s per byte * gradient bytes + s per message * messages + s per bucket)
 
 Uncoded gradients over owners are sent in chunks of each bucket, which are ready together (`codec.chunks_of`). A bucket
-with a single all-reduce is not coded: by `none`, and where a lossless codec falls back to it. Coding costs what it
-costs an idle core; of a CPU quota only its share, after a wait for the next period (`clock`).
+with a single all-reduce is not coded. Coding costs what it costs an idle core; of a CPU quota only its share, after a
+wait for the next period (`clock`).
 """
 
 import math

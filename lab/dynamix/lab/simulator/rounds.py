@@ -63,8 +63,8 @@ class VirtualRounds:
         """Compute time of each rank in the round so far, in seconds."""
         self._ended: tuple[Array64, int] = self._num_samples, 1
         """Samples by rank and steps of the newest round that ended."""
-        self._ended_s = self.computed_s
-        """What each has computed in it."""
+        self.ended_times: tuple[list[float], tuple[int, ...]] = [], ()
+        """Its seconds per sample by rank, 0 without samples, and its samples per step, as real ranks exchange them."""
 
     def compute(self, inputs: Tensor, labels: Tensor, plan: StepPlan) -> StepSums:
         """Compute the mean gradient of each rank's samples at its own parameters, and show the mean of these."""
@@ -128,20 +128,14 @@ class VirtualRounds:
         """Take in what each rank's step took, and show what is in force: before a step that is not local, for all."""
         self.computed_s = self.computed_s + timing.compute_s
         if self.num_steps == 0:
-            self._ended_s, self.computed_s = self.computed_s, np.zeros_like(self.computed_s)
+            samples, num_steps = self._ended
+            seconds = np.divide(self.computed_s, samples, out=np.zeros_like(self.computed_s), where=samples > 0)
+            self.ended_times = seconds.tolist(), mean_counts((int(number) for number in samples), num_steps)
+            self.computed_s = np.zeros_like(self.computed_s)
         self._show_mean()
         if step.following.every == 1:
             assert self.num_steps == 0, "a round ends before another exchange is active"
             self._ranks = None
-
-    def ended_times(self) -> tuple[list[float], tuple[int, ...]]:
-        """Seconds per sample by rank and samples per step, as real ranks exchange them with a round's mean.
-
-        A rank without samples knows no time.
-        """
-        samples, num_steps = self._ended
-        seconds = np.divide(self._ended_s, samples, out=np.zeros_like(self._ended_s), where=samples > 0)
-        return seconds.tolist(), mean_counts((int(number) for number in samples), num_steps)
 
     def _show_mean(self) -> None:
         """Put the mean of the ranks' parameters, weighted by their samples in the round, where it is evaluated."""
