@@ -1,11 +1,9 @@
 """Which exchange is in effect on a step, and what carries it out: a codec per model, and a pipeline of two threads.
 
-Two threads ("lanes") have a gloo group each. The first collective of a bucket runs in the first lane, all that follow
+Two threads ("lanes") have groups of their own. The first collective of a bucket runs in the first lane, all that follow
 in the second one: while the sums of a bucket come back, the next bucket is already on its way. Both take buckets in the
-order in which the training thread sends them, which is that of the backward pass and so the same on all ranks.
-
-Where gradient servers take part, each lane has one more group, with them. When a collective fails in one lane, all
-groups of both are broken: no rank or server waits for this rank longer than for one whose process has ended.
+order in which the training thread sends them, the same on all ranks. When a collective fails in one lane, all groups of
+both are broken: no rank or server waits for this rank longer than for one whose process has ended.
 """
 
 import contextlib
@@ -16,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial, reduce
+from itertools import chain
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -375,10 +374,8 @@ _Task = tuple[NodeLeg, Future[None]]
 class _Lane:
     """A thread, its tasks, and its process groups."""
 
-    group: dist.ProcessGroup
+    groups: dict[Scope, dist.ProcessGroup]
     served: ServedGroup | None
-    some: Mapping[Scope, dist.ProcessGroup]
-    """Groups of the node, and of the peers."""
     tasks: "SimpleQueue[_Task | None]" = field(default_factory=SimpleQueue)
     thread: threading.Thread = field(init=False)
 
@@ -403,8 +400,10 @@ class Pipeline:
         served: list[ServedGroup] | list[None] = [None, None]
         if servers is not None and servers.addresses:
             served = servers.join(groups[0], timeout)
-        some: list[Mapping[Scope, dist.ProcessGroup]] = [nodes.groups(timeout) if nodes else {} for _ in groups]
-        self._lanes = [_Lane(*each) for each in zip(groups, served, some, strict=True)]
+        self._lanes = [
+            _Lane({"all": group, **(nodes.groups(timeout) if nodes else {})}, of_lane)
+            for group, of_lane in zip(groups, served, strict=True)
+        ]
         self._error: BaseException | None = None
         """The first error, in either thread; later ones are consequences."""
         self._lock = threading.Lock()
@@ -432,7 +431,7 @@ class Pipeline:
             if lane.thread.is_alive():
                 keep_for_ever(lane)
             else:
-                for group in (lane.group, *lane.some.values()):
+                for group in lane.groups.values():
                     with contextlib.suppress(ValueError):  # the script has destroyed it, with all others
                         dist.destroy_process_group(group)
 
@@ -450,8 +449,7 @@ class Pipeline:
                         failed = self._error
                     if is_first:
                         served = [each.served.group for each in self._lanes if each.served is not None]
-                        some = [group for each in self._lanes for group in (each.group, *each.some.values())]
-                        for group in some + served:
+                        for group in chain(*(each.groups.values() for each in self._lanes), served):
                             break_group(group)
             if failed is not None:
                 leg.close()
@@ -468,15 +466,14 @@ def _carry_out(task: _Task, lane: _Lane, following: _Lane | None) -> None:
     """Carry out a leg, or if there is a lane for those that follow its first collective over links; waits for them."""
     leg, under_way = task
     for collective in leg:
-        if isinstance(collective, Within):
-            perform(collective.collective, lane.some[collective.scope])
-            if collective.scope == "node":
-                continue
-        elif isinstance(collective, Trade) and collective.served_sizes:
+        if isinstance(collective, Trade) and collective.served_sizes:
             assert lane.served is not None, "there are no servers"
             perform(collective, lane.served.trade(collective))
         else:
-            perform(collective, lane.group)
+            within = collective if isinstance(collective, Within) else Within("all", collective)
+            perform(within.collective, lane.groups[within.scope])
+            if within.scope == "node":
+                continue
         if following is not None:
             following.tasks.put(task)  # from here on it is the other lane's
             return
