@@ -1,15 +1,12 @@
 """Exact weighting: g = sum_i (b_i / B) g_i, whatever the local batch sizes.
 
-Under DDP a communication hook does it, so that the user's loss stays what it was. Each bucket is weighed, measured
-(|g_i|^2, on some steps) and sent: over all ranks, by an exchange, or nowhere in a local step. The last bucket's hook
-waits for all and measures |G|^2. Elsewhere the loss itself is scaled (`loss_factor`).
+Under DDP a communication hook weighs each bucket, measures it (|g_i|^2, on some steps) and sends it: over all ranks, by
+an exchange, or nowhere in a local step. The last bucket's hook waits for all and measures |G|^2. Elsewhere the loss
+itself is scaled (`loss_factor`). Where the script counts in its batches (`attach(count_tokens=...)`) the total over all
+ranks is one more all-reduce; until it is there, gradients are divided by the total of the step before.
 
-A gradient's weight is known from the plan. Where the script counts in its batches (`attach(count_tokens=...)`) the
-total over all ranks is one more all-reduce, posted when the last bucket is ready; until it is there, gradients are
-divided by the total of the step before, and then corrected.
-
-A step may exchange gradients of several models (a generator and a discriminator), and of one several times. All weigh
-by the same plan; compute times come with every exchange, and those of the step's last one count.
+A step may exchange gradients of several models, and of one several times. All weigh by the same plan; compute times
+come with every exchange, and those of the step's last one count.
 """
 
 import gc
@@ -171,8 +168,7 @@ class TimeSlots:
     def take_seconds(self) -> list[float] | None:
         """Seconds per sample by rank, 0 where unknown, at the end of a step; `None` when none came back.
 
-        On the CPU they are this step's. On a GPU they are those of the step before, which it has done by the time that
-        this one is queued: nothing is waited for that would leave it idle, and no rank can be a step ahead of another.
+        On a GPU they are those of the step before, which it has done by now: nothing is waited for.
         """
         received, self._received = self._received, None
         if received is None or received[1] is not None:
@@ -261,12 +257,9 @@ class _Step:
 class GradientHook:
     """The communication hook of one DDP model, in one session.
 
-    Without a base hook a bucket is scaled and summed over ranks. A base hook averages: its buckets are scaled N times
-    as much. A rank without samples zeroes its bucket: its dummy batch may have any gradient, and NaN * 0 is NaN.
-
-    No thread of the process group calls Python: such a call is dropped by that thread, after the training went on, and
-    so perhaps while the interpreter is being taken down (`LentTensor`). Instead the hook of the last bucket waits for
-    all, in the training thread, where DDP itself would wait right after it: every gradient is computed by then.
+    Buckets are scaled and summed over ranks; a base hook averages, so its buckets are scaled N times as much. No thread
+    of the process group calls Python, perhaps while the interpreter is being taken down (`LentTensor`): the hook of the
+    last bucket waits for all, in the training thread, where DDP itself would wait right after it.
     """
 
     group: Any
@@ -331,8 +324,7 @@ class GradientHook:
     def begin(self, batch: MicroBatch, exchange: StepExchange | None, *, measures: bool, shares_times: bool) -> None:
         """Begin a step with its last batch; earlier ones are in its scale by then.
 
-        `exchange` is that of the step, `None` for DDP's own all-reduce. Times are shared on all ranks or on none, and
-        not over a base hook. Where it `measures` norms, those of a local step are sketched.
+        `exchange` is `None` for DDP's own all-reduce. Where it `measures` norms, those of a local step are sketched.
         """
         assert not (shares_times and self.base_hook is not None), "base hooks carry no times"
         is_local = exchange is not None and exchange.is_local
@@ -511,8 +503,7 @@ class CoveredModels:
 
     Torch adds up the gradients g_j of micro-batches in `Parameter.grad`. With a mean loss they must count by their
     samples or tokens, sum_j m_j g_j, so what was added up is scaled by m_j / m_(j+1) where the next one has another
-    weight: with samples at most once per step, since sizes differ by one. The whole is then in the scale of the last
-    micro-batch.
+    weight. The whole is then in the scale of the last micro-batch.
     """
 
     make_hook: Callable[[torch.nn.Module, ModelExchange], GradientHook] | None

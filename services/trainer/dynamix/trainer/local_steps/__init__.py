@@ -5,19 +5,14 @@ In a round of h steps a rank's gradient is the mean of its own samples and is no
     theta = theta_start + sum_i (n_i / sum n) (theta_i - theta_start)        n_i: samples of rank i in the round
 
 by the codec and the route of the exchange, the same bits on each: only what moved is sent, so that an error of a codec
-is one of a step.
-
-A whole round may end with an outer step instead, with d the mean movement and v that of the rounds before; a round
-that ends early goes to the mean:
+is one of a step. A whole round may end with an outer step instead, with d the mean movement and v that of the rounds
+before:
 
     v <- m v + d,  theta = theta_start + r (m v + d)             r = (1 - m) / (1 - a) where no rate is given
 
-The agreement a is the cosine between d and v, smoothed, from 0 to 1/2: rounds that go on in one direction move up to
-twice as far, and noise that changes its direction is averaged. Rank 0's number counts, so that all use the same.
-
-A round also ends before another exchange is in effect, and with an epoch. Buffers are averaged as well; momentum and
-the like when local steps end, and with an epoch, so that a checkpoint there holds what all ranks have. The learning
-rate stays that of the global batch, and so do Adam's second moments (`correct_second_moments`).
+The agreement a is the cosine between d and v, smoothed, from 0 to 1/2; rank 0's counts. A round also ends before
+another exchange is in effect, and with an epoch. Buffers are averaged as well; momentum and the like when local steps
+end, and with an epoch, so that a checkpoint there holds what all ranks have.
 """
 
 import itertools
