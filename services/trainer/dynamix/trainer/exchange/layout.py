@@ -94,7 +94,8 @@ class Layout(NamedTuple):
             )
         whole: Any = dist.group.WORLD
         columns = list(zip(*copies, strict=True))
-        group, _ = dist.new_subgroups_by_enumeration([list(each) for each in columns], timeout_of(whole), "gloo")
+        lists = [list(each) for each in columns]
+        group, _ = dist.new_subgroups_by_enumeration(lists, timeout_of(whole), "gloo")  # type: ignore[no-untyped-call]
         peers = columns[self.inside.index(dist.get_rank())]
         for each in (*model.parameters(), *model.buffers()):
             if (part := local(each.detach())).numel():

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from itertools import pairwise
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -72,10 +72,8 @@ class Nodes(NamedTuple):
     def groups(self, timeout: timedelta | None) -> dict[Scope, dist.ProcessGroup]:
         """New groups of the node and of the peers; a collective call of all ranks."""
         scopes: dict[Scope, Sequence[tuple[int, ...]]] = {"node": self.ranks, "peers": [*zip(*self.ranks, strict=True)]}
-        return {
-            scope: dist.new_subgroups_by_enumeration([list(each) for each in lists], timeout, "gloo")[0]
-            for scope, lists in scopes.items()
-        }
+        make: Any = dist.new_subgroups_by_enumeration
+        return {scope: make([list(each) for each in lists], timeout, "gloo")[0] for scope, lists in scopes.items()}
 
     def between(self, exchange: Exchange) -> Exchange:
         """An exchange of all ranks as it is among peers: a node has the shares of its ranks."""
