@@ -58,10 +58,11 @@ def traffic_of(exchange: Exchange, num_ranks: int, num_buckets: int = 1, pretend
 def test_bytes_are_those_that_each_codec_sends() -> None:
     ring = traffic_of(EXACT, 4)
     assert total_bytes(ring)[0] == pytest.approx([2 * 3 / 4 * (4 * 4096)] * 4)
-    # each owns 1024 numbers, in messages of 1024 bytes and two scales: three to the owners, three back
-    int8 = traffic_of(INT8, 4)
-    assert [each.tolist() for each in total_bytes(int8)] == [[6 * 1032] * 4] * 2
-    assert [each.num_messages for each in int8[0].collectives] == [6, 6]
+    # each owns 1024 numbers, in messages of 2 KiB or 1 KiB and two scales: three to the owners, three back
+    for codec, message_bytes in (("fp16", 2056), ("bf16", 2056), ("int8", 1032)):
+        coded = traffic_of(Exchange(codec=codec), 4)
+        assert [each.tolist() for each in total_bytes(coded)] == [[6 * message_bytes] * 4] * 2
+        assert [each.num_messages for each in coded[0].collectives] == [6, 6]
     shares = traffic_of(Exchange(route="shares", shares=(1.0, 3.0)), 2)
     assert total_bytes(shares)[0].tolist() == [4 * (3072 + 1024)] * 2
     one, other = shares[0].collectives
