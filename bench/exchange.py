@@ -44,7 +44,7 @@ from dynamix.lab.simulator.scenario import Coding
 from dynamix.lab.workloads import Data, Part, make_optimizer, workload_named
 from dynamix.schemas.apportion import balanced_shares
 from dynamix.schemas.messages.allocation import SERVERS
-from dynamix.trainer.exchange.codec import BucketPart, BucketView, ExchangeCodec, Member, legs_of, perform_alike
+from dynamix.trainer.exchange.codec import BucketPart, BucketView, ExchangeCodec, Member, chunks_of, perform_alike
 from dynamix.trainer.exchange.plan import CODECS, Pipeline, Sent, exchange_codec
 from dynamix.trainer.exchange.servers import GradientServers
 from dynamix.trainer.gradient.hook import view_of
@@ -148,8 +148,8 @@ class Summing:
         codec, member = self._codec
 
         def exchange() -> None:
-            legs = [leg for bucket in self._buckets(flat) for leg in legs_of(codec, bucket, member)]
-            for under_way in [self._pipeline.send(leg) for leg in legs]:
+            chunks = [chunk for bucket in self._buckets(flat) for chunk in chunks_of(codec, bucket, member)]
+            for under_way in [self._pipeline.send(codec.reduce(chunk, member)) for chunk in chunks]:
                 under_way.wait()
             self._keep(None, flat)
 
@@ -251,7 +251,8 @@ class CodecHook:
         """
         flat = bucket.buffer().div_(self._member.world_size)
         view = view_of(bucket, flat, self._keys)
-        self._under_way += [self._pipeline.send(leg) for leg in legs_of(self._codec, view, self._member)]
+        chunks = chunks_of(self._codec, view, self._member)
+        self._under_way += [self._pipeline.send(self._codec.reduce(chunk, self._member)) for chunk in chunks]
         if bucket.is_last():
             while self._under_way:
                 self._under_way.pop(0).wait()

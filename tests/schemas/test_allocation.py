@@ -42,7 +42,6 @@ def test_options_are_numbers_or_names() -> None:
         ({"shares": (math.nan, 1.0)}, "each is 0 or more, and one at least above 0"),
         ({"every": 4, "outer_rate": 0.0}, "the rate above 0, or 0 with momentum"),
         ({"every": 4, "outer_momentum": 1.0}, "the momentum is from 0 to less than 1"),
-        ({"every": 4, "delay": 4}, "a whole number of steps from 0 to less than every=4"),
         ({"outer_momentum": 0.9}, "of rounds of local steps: use every=2 or more with them"),
     ],
 )

@@ -5,7 +5,7 @@ from itertools import accumulate
 
 import torch
 
-from dynamix.trainer.exchange.codec import BucketPart, BucketView, ErrorFeedback, ExchangeCodec, Member, run_alike
+from dynamix.trainer.exchange.codec import BucketPart, BucketView, ExchangeCodec, Member, leg_of, run_alike
 from dynamix.trainer.exchange.plan import exchange_codec
 
 Shapes = dict[str, tuple[int, ...]]
@@ -38,14 +38,7 @@ class VirtualRanks:
         """The sum that all ranks agree on, bit for bit; gradients are flat, by rank, and not changed."""
         parts = make_parts(shapes or {"weight": (len(gradients[0]),)})
         buckets = [BucketView(number, gradient.clone(), parts) for gradient in gradients]
-        run_alike(
-            [
-                codec.residuals.flush(bucket, member)
-                if flush and isinstance(codec, ErrorFeedback)
-                else codec.reduce(bucket, member)
-                for codec, bucket, member in zip(self.codecs, buckets, self.members(), strict=True)
-            ]
-        )
+        run_alike([leg_of(*each, flushes=flush) for each in zip(self.codecs, buckets, self.members(), strict=True)])
         first = buckets[0].flat
         assert all(same_bits(bucket.flat, first) for bucket in buckets), "ranks have different sums"
         return first

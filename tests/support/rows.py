@@ -36,7 +36,6 @@ def row(**changes: Any) -> Row:
     beside: dict[str, Any] = {
         "noise": NoiseSums(2, 1.0, 2.0, 3.0, 4.0),
         "held_out_accuracy": 0.5,
-        "drift": (13.0, 14.0),
         "learning_rate": 0.25,
         "coded": CodedSquares(3.0, 2.0),
         "wall_s": 18.0,

@@ -15,7 +15,7 @@ from dynamix.trainer.steering.collectives import Collectives
 EVERY_LEVER = Allocation(
     (24, 40),
     "tracking",
-    Exchange(every=4, codec="bf16", route="shares", shares=(0.25, 0.75), outer_rate=0.7, outer_momentum=0.9, delay=1),
+    Exchange(every=4, codec="bf16", route="shares", shares=(0.25, 0.75), outer_rate=0.7, outer_momentum=0.9),
     0.5,
 )
 """Another value than the default in every field."""

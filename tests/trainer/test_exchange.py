@@ -113,8 +113,6 @@ def changing_levers(_rank: int, num_steps: int) -> list[tuple[bool, bytes]]:
                     exchange = msgspec.structs.replace(
                         exchange, outer_rate=drawn.choice([0.0, 0.7]), outer_momentum=0.5
                     )
-                if exchange.every > 1 and drawn.random() < 0.5:
-                    exchange = msgspec.structs.replace(exchange, delay=drawn.randrange(exchange.every))
                 offer(
                     session,
                     [*sizes, *[4] * (num_ranks - 2)],

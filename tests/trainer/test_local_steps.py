@@ -240,43 +240,15 @@ def _noise(_rank: int, exchange: Exchange, wide: bool) -> list[tuple[int, float,
     with whole_job(None, heads, exchange=exchange, noise_every=4) as (session, model, optimizer):
         record_batch = session._meter.record_batch
 
-        def listen(batch: Any, loss: Any, num_correct: Any, norms: Any, drift: Any) -> None:
+        def listen(batch: Any, loss: Any, num_correct: Any, norms: Any) -> None:
             if norms.reduced:
                 step = batch.plan.step if norms.counts is None else batch.plan.step - exchange.every + 1
                 found.append((step, sum(map(float, norms.local)), sum(map(float, norms.reduced))))
-            record_batch(batch, loss, num_correct, norms, drift)
+            record_batch(batch, loss, num_correct, norms)
 
         session._meter.record_batch = listen  # type: ignore[method-assign]
         train_until(30, session, model, optimizer)
     return found
-
-
-def _drift(rank: int) -> list[tuple[float, float, torch.Tensor]]:
-    """Both parts of each round's drift, and how far this rank had come by its end, times its weight."""
-    weight, found = SIZES[rank] / sum(SIZES), []
-    with _curved_job(exchange=Exchange(every=4), window_steps=100) as (session, model, optimizer):
-        begun = flat_parameters(model)
-        for inputs, factors in session.loader:
-            optimizer.zero_grad()
-            mean_loss(model(inputs), factors).backward()
-            optimizer.step()
-            moved = weight * (flat_parameters(model) - begun)
-            session.step()
-            if session.is_averaged:
-                begun = flat_parameters(model)
-                drift = session._meter._drifts[-1]
-                found.append((sum(map(float, drift.own)), sum(map(float, drift.mean)), moved))
-            if session.step_index == 12:
-                break
-    return found
-
-
-def test_drift_is_that_of_all_ranks_from_their_mean() -> None:
-    for rounds in zip(*run_ranks(_drift, 2), strict=True):
-        mean = sum(moved for _, _, moved in rounds)
-        for (own, reduced, moved), size in zip(rounds, SIZES, strict=True):
-            assert own == pytest.approx(float(moved.square().sum()) * sum(SIZES) / size, rel=1e-3)
-            assert reduced == pytest.approx(float(mean.square().sum()), rel=1e-3)
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -388,38 +360,6 @@ class Streamed(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         data = Whole(whole=False, num_samples=100)
         return (data[index] for index in range(len(data)))
-
-
-def test_a_mean_in_flight_replaces_the_own_movement_after_the_delay() -> None:
-    every, delay = 4, 2
-    data = Whole(whole=False)
-    order = epoch_order(len(data), 0, 0, shuffle=True).tolist()
-    models = [Curved() for _ in SIZES]
-    optimizers = [momentum_optimizer(model) for model in models]
-    start, used = flat_parameters(models[0]), 0
-    left, mean, expected = [start] * len(SIZES), start, []
-    for step in range(1, STEPS + 1):
-        for model, optimizer, size in zip(models, optimizers, SIZES, strict=True):
-            mine, used = order[used : used + size], used + size
-            optimizer.zero_grad()
-            mean_loss(model(data.inputs[mine]), data.factors[mine]).backward()
-            optimizer.step()
-        places = [flat_parameters(model) for model in models]
-        if step % every == delay and step > every:
-            places = [mean + place - own for place, own in zip(places, left, strict=True)]
-            start = mean
-            for model, place in zip(models, places, strict=True):
-                nn.utils.vector_to_parameters(place.clone(), model.parameters())
-        if step % every == 0:
-            weighted = zip(SIZES, places, strict=True)
-            left, mean = places, start + sum(size / sum(SIZES) * (place - start) for size, place in weighted)
-        expected.append(places)
-    found = run_ranks(_trained, 2, Exchange(every=every, delay=delay))
-    for rank, of_rank in enumerate(found):
-        for ours, theirs in zip(of_rank["parameters"], expected, strict=False):
-            torch.testing.assert_close(ours, theirs[rank], rtol=0, atol=1e-6)
-        assert of_rank["averaged"][every:] == [False] * (STEPS - every)
-    assert torch.equal(found[0]["parameters"][-1], found[1]["parameters"][-1])  # after `session.average()`
 
 
 def test_an_epoch_ends_with_an_averaging() -> None:

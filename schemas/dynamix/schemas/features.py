@@ -68,7 +68,6 @@ GLOBAL_FEATURES = {
     "step_time_s": "mean time of a step, slowest rank",
     "throughput": "samples per second of training",
     "noise_scale": "B_noise in samples",
-    "local_drift": "local steps: squared distance of ranks from their mean, over that of its move",
     "learning_rate": "of the first optimizer's first parameters, as steps use it",
     "gradient_norm": "of a step's gradient, by the noise estimate: sqrt(|G|^2 + S / B)",
     "coding_gain": "codecs with loss: squared norm of what was sent, over what should have been",

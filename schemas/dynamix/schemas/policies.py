@@ -127,7 +127,6 @@ POLICY_OPTIONS: Mapping[str, Options] = MappingProxyType(
             "route": named(ROUTES, "how they are summed"),
             "outer_rate": Option(1, 0, 10, "rate of the outer step after local steps; 1 is the mean, 0 adapts"),
             "outer_momentum": Option(0, 0, 0.999, "its Nesterov momentum"),
-            "delay": Option(0, 0, MOST_STEPS, "local steps that are made while the mean of a round is in flight", True),
         },
         "split": {**_PROPORTIONAL, "track": track(1)},
         "random": {"track": track(0)},
@@ -264,7 +263,6 @@ def exchange_of(options: PolicyOptions) -> Exchange:
         route=str(options.get("route", "all-reduce")),
         outer_rate=float(outer.get("outer_rate", 1.0)),
         outer_momentum=float(outer.get("outer_momentum", 0.0)),
-        delay=int(options.get("delay", 0)),
     )
 
 

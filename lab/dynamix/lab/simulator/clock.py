@@ -191,8 +191,6 @@ class VirtualClock:
         decided: bool = False,
         traffic: StepTraffic | None = None,
         since_s: Array64 | None = None,
-        is_in_flight: bool = False,
-        arrives_s: float | None = None,
     ) -> StepTiming:
         """One step with these local batch sizes; `decided` when it is the first one with another allocation.
 
@@ -201,7 +199,7 @@ class VirtualClock:
         In a round of local steps `since_s` is how long each has stepped without waiting for all: without `traffic` they
         go on at once, with it the round ends. It lasts as long as the worker that has computed longest: a step, by how
         much that grew. The others wait for it at the end, where what is sent is not ready before, so that none of it is
-        hidden; unless it `is_in_flight` while all go on, and is taken in a later step, not before `arrives_s`.
+        hidden.
         """
         compute_s: Array64 = conditions.slowdown * (
             self._overhead_s + np.maximum(sizes, self._saturation) * self._s_per_sample
@@ -229,11 +227,7 @@ class VirtualClock:
             exposed_s = max(communication_s / self._network.num_buckets, communication_s - hidden_s)
         if communication_s > 0.0:
             communication_s, exposed_s = communication_s + self._throttled_s, exposed_s + self._throttled_s
-        if is_local and (traffic is None or is_in_flight):
-            exposed_s, sync_s = 0.0, np.maximum(0.0, (arrives_s or 0.0) - ends_s)
-            slowest_s = float((ends_s + sync_s).max())
-        else:
-            sync_s = slowest_s - ends_s + exposed_s
+        sync_s = np.zeros_like(ends_s) if is_local and traffic is None else slowest_s - ends_s + exposed_s
         update_s = self.decision_s if decided else 0.0
         step_s = slowest_s - begun_s + exposed_s + update_s
         return StepTiming(compute_s, sync_s, update_s, step_s, communication_s)

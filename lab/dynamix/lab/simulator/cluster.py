@@ -19,6 +19,7 @@ from dynamix.schemas.messages.allocation import EXACT, Allocation, Explored
 from dynamix.trainer.data.orders import Permutations
 from dynamix.trainer.data.plan import Division, PlanSampler, Position, Schedule, StepPlan
 from dynamix.trainer.exchange.codec import CodedSquares
+from dynamix.trainer.exchange.plan import StepExchange
 from dynamix.trainer.exchange.rows import table_share
 from dynamix.trainer.gradient.learning_rate import FACTORS, scale_every_step
 from dynamix.trainer.gradient.noise import NoiseAverage, NoiseSums, is_measured, window_moments
@@ -31,7 +32,7 @@ from dynamix.trainer.steering.offers import Offers
 from dynamix.trainer.steering.run import Reporter, field_of
 
 from .clock import LABELS, ComputeTimes, Conditions, Disturbances, Sizes, StepTiming, VirtualClock, generator
-from .exchange import ActiveExchange, Array64, StepTraffic, VirtualExchange, total_bytes
+from .exchange import Array64, StepTraffic, VirtualExchange, total_bytes
 from .gradients import StepSums, gradients_of
 from .rounds import VirtualRounds
 from .scenario import Scenario
@@ -144,7 +145,7 @@ class WindowRecorder:
         steps, self.steps = self.steps, []
         timings, count = [step.timing for step in steps], len(self._local_ranks)
         zeros, each_way = np.zeros(count), np.full(count, self._tx_bytes_per_step)
-        noise, rings_s, drift_own, drift_mean = [NoiseSums() for _ in range(count)], zeros, zeros, 0.0
+        noise, rings_s = [NoiseSums() for _ in range(count)], zeros
         for plan, sums, timing, conditions, traffic, _ in steps:
             if traffic is None:
                 rings_s = rings_s + each_way / self._link_rates(conditions)
@@ -155,8 +156,6 @@ class WindowRecorder:
             if sums.norms is not None:
                 for rank, own in enumerate(noise):
                     own.add_step(plan.counts, rank, float(sums.norms.local[rank]), sums.norms.reduced)
-            if sums.drift is not None:
-                drift_own, drift_mean = drift_own + sums.drift[0], drift_mean + sums.drift[1]
         sizes = np.array([step.plan.counts.values for step in steps])
         num_samples = sizes.sum(axis=0)
         loss, num_correct = (
@@ -208,7 +207,6 @@ class WindowRecorder:
                     ),
                     noise=noise[rank],
                     held_out_accuracy=held_out_accuracy,
-                    drift=(float(drift_own[rank]), drift_mean),
                     learning_rate=learning_rate,
                     coded=each,
                 )
@@ -413,9 +411,7 @@ class VirtualCluster:
             conditions,
             decided=decided,
             traffic=traffic,
-            since_s=rounds.since_s if step.is_local else None,
-            is_in_flight=rounds.is_in_flight,
-            arrives_s=rounds.arrives_s,
+            since_s=rounds.computed_s if step.is_local else None,
         )
         sent = () if step.is_local and not traffic else traffic
         tracks = self._schedule.allocation_at(plan.step).split == "tracking"
@@ -428,10 +424,10 @@ class VirtualCluster:
         self.time_s += timing.step_s
         self.position = following
         self._schedule.drop_before(plan.step)
-        if tracks and (rounds.is_received or not step.is_local):
+        if tracks and rounds.num_steps == 0:
             seconds, counts = timing.seconds_per_sample(plan.counts.values), plan.counts.values
             if step.is_local:
-                seconds, counts = rounds.ended_times()
+                seconds, counts = rounds.ended_times
             # a loader without workers has drawn nothing yet
             self._fast_loop.observe_times(seconds, self.position.step, counts)
         if plan.step < NUM_TIMED < self.scenario.window_steps:
@@ -449,13 +445,13 @@ class VirtualCluster:
                 reporter.begun = begun
             self.job = self._reporters[0].specification(total_samples=None)
 
-    def _active(self, step: int) -> ActiveExchange:
+    def _active(self, step: int) -> StepExchange:
         """The exchange that is active in a step; a worker alone sends nothing."""
         if self.scenario.world_size == 1:
-            return ActiveExchange(EXACT, EXACT)
-        return ActiveExchange(*(self._schedule.allocation_at(each).exchange for each in (step, step + 1)))
+            return StepExchange(EXACT, EXACT)
+        return StepExchange(*(self._schedule.allocation_at(each).exchange for each in (step, step + 1)))
 
-    def _train(self, plan: StepPlan, step: ActiveExchange, *, ends_epoch: bool) -> tuple[StepSums, StepTraffic | None]:
+    def _train(self, plan: StepPlan, step: StepExchange, *, ends_epoch: bool) -> tuple[StepSums, StepTraffic | None]:
         """Compute the gradient of a step, or a local step of each worker; evaluated parameters stay as they were.
 
         Returns what was sent; `None` for exact training, and where nothing was sent.
@@ -464,8 +460,7 @@ class VirtualCluster:
         inputs, labels = (tensor.index_select(0, chosen.to(tensor.device)) for tensor in self._data)
         if step.is_local:
             sums = self.rounds.compute(inputs, labels, plan)
-            traffic, drift = self.rounds.update(plan, step, ends_epoch=ends_epoch)
-            return sums._replace(drift=drift), traffic
+            return sums, self.rounds.update(plan, step, ends_epoch=ends_epoch)
         measured = is_measured(plan.step, self.scenario.noise_every)
         if step.exchange == EXACT:
             return self.gradients.step(inputs, labels, plan, measured=measured), None

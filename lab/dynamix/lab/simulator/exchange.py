@@ -1,12 +1,9 @@
 """Communication of virtual ranks where it is not plain all-reduces: the trainer's codecs on each rank's own gradient.
 
 In: one gradient per rank, or how far its parameters moved, and the exchange that is active in the step. Out: the sum as
-real ranks would have it, bit for bit, and the time that it takes, by the bytes that each collective sends.
-
-A bucket goes through two lanes, as in the trainer: coding before the first collective and that collective in the first
-lane, all that follows in the second. Each lane takes the buckets in order, so that the sums of one come back while the
-next one is sent. But a link sends, and receives, one byte at a time: the buckets from any one on take no less than all
-their bytes over the busiest direction of the slowest link.
+real ranks would have it, bit for bit, and the time that it takes, by the bytes that each collective sends in the two
+lanes of the trainer, in order. A link sends, and receives, one byte at a time: the buckets from any one on take no less
+than all their bytes over the busiest direction of the slowest link.
 
     lane 1: end1_k = max(end1_(k-1), ready_k) + coding_k / 2 + first collective
     lane 2: end2_k = max(end2_(k-1), end1_k) + coding_k / 2 + further collectives
@@ -15,9 +12,9 @@ their bytes over the busiest direction of the slowest link.
     all to all:       max_i (l_i + congestion_i * max(sent_i, received_i) / bandwidth_i)
     coding: max_i slowdown_i / cores_i * (s per byte * gradient bytes + s per message * messages + s per bucket)
 
-Uncoded gradients over owners are sent in chunks of each bucket, which are ready together (`codec.legs_of`). A bucket
-with a single all-reduce is not coded: by `none`, and where a lossless codec falls back to it. Coding costs what it
-costs an idle core; of a CPU quota only its share, after a wait for the next period (`clock`).
+Uncoded gradients over owners are sent in chunks of each bucket, which are ready together (`codec.chunks_of`). A bucket
+with a single all-reduce is not coded. Coding costs what it costs an idle core; of a CPU quota only its share, after a
+wait for the next period (`clock`).
 """
 
 import math
@@ -31,7 +28,7 @@ import torch
 from msgspec.structs import replace
 from torch import Size, Tensor, nn
 
-from dynamix.schemas.messages.allocation import EXACT, LOSSY_CODECS, Exchange
+from dynamix.schemas.messages.allocation import EXACT, LOSSY_CODECS
 from dynamix.trainer.exchange.codec import (
     BucketPart,
     BucketView,
@@ -41,12 +38,13 @@ from dynamix.trainer.exchange.codec import (
     Leg,
     Member,
     Trade,
+    leg_of,
     num_chunks,
     owned_ranges,
     run_alike,
 )
 from dynamix.trainer.exchange.narrow import BLOCK, Int8
-from dynamix.trainer.exchange.plan import exchange_codec, keeps_residuals, member_of
+from dynamix.trainer.exchange.plan import StepExchange, exchange_codec, member_of
 
 from .scenario import Coding
 
@@ -302,19 +300,6 @@ def _traffic(narrowing: Int8, ranges: Sequence[range]) -> tuple[CollectiveTraffi
     )
 
 
-class ActiveExchange(NamedTuple):
-    """The exchange that is active in one step."""
-
-    exchange: Exchange
-    following: Exchange
-    """Active in the next step, which all ranks know by now."""
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the step updates each rank's own parameters."""
-        return self.exchange.every > 1
-
-
 MOVES_BUCKET_BYTES = 25 << 20
 """Bucket in which movements are sent: DDP's largest, and no small first one."""
 
@@ -344,7 +329,7 @@ class VirtualExchange:
                 found = found.and_more(codec.coded)
         return found
 
-    def sum(self, rows: Tensor, step: ActiveExchange, total: Tensor, *, of_moves: bool = False) -> StepTraffic:
+    def sum(self, rows: Tensor, step: StepExchange, total: Tensor, *, of_moves: bool = False) -> StepTraffic:
         """Write into `total` what the ranks make of `rows`: their weighted gradients, or how far they have moved.
 
         Costs what N ranks code: N (N - 1) messages per bucket by codecs that send to owners, but not by `int8`.
@@ -354,7 +339,7 @@ class VirtualExchange:
         if exchange.shares:
             by_node = np.reshape(exchange.shares, (self.num_members, -1)).sum(1)
             exchange = replace(exchange, shares=tuple(by_node.tolist()))
-        flushes = exchange.codec in LOSSY_CODECS and not keeps_residuals(exchange, step.following)
+        flushes = exchange.codec in LOSSY_CODECS and step.flushes
         members = [member_of(exchange, rank, self.num_members) for rank in range(self.num_members)]
         factor = self._gradient_bytes / (layout.num_elements * sent.element_size())
         coded_as = EXACT.codec if flushes else exchange.codec
@@ -396,9 +381,7 @@ class VirtualExchange:
             self._codecs[codec] = [exchange_codec(codec) for _ in range(self.num_members)]
         return run_counted(
             [
-                own.residuals.flush(view, member)
-                if flushes and isinstance(own, ErrorFeedback)
-                else own.reduce(view, member)
+                leg_of(own, view, member, flushes=flushes)
                 for own, view, member in zip(self._codecs[codec], views, members, strict=True)
             ]
         )

@@ -42,8 +42,6 @@ class StepSums(NamedTuple):
     num_correct: Array64
     norms: WorkerNorms | None
     """`None` on a step that was not measured."""
-    drift: tuple[Array64, float] | None = None
-    """w_i |d_i|^2 of each worker, and |d|^2, of the round of local steps that ended with the step (`RoundDrift`)."""
 
 
 class WorkerSegments:

@@ -12,14 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dynamix.schemas.messages.allocation import EXACT, Exchange
+from dynamix.schemas.messages.allocation import EXACT
 from dynamix.trainer.data.plan import StepPlan
+from dynamix.trainer.exchange.plan import StepExchange
 from dynamix.trainer.gradient.learning_rate import correct_second_moments
 from dynamix.trainer.gradient.noise import NormSketch, RoundMeasurement
 from dynamix.trainer.local_steps import agreement_after, mean_counts, outer_step
 
 from .clock import StepTiming
-from .exchange import ActiveExchange, Array64, StepTraffic, VirtualExchange, with_numbers
+from .exchange import Array64, StepTraffic, VirtualExchange, with_numbers
 from .gradients import Gradients, StepSums, WorkerNorms
 
 MakeOptimizer = Callable[[nn.Parameter], torch.optim.Optimizer]
@@ -60,19 +61,10 @@ class VirtualRounds:
         """Steps of the round so far."""
         self.computed_s: Array64 = np.zeros(exchange.world_size)
         """Compute time of each rank in the round so far, in seconds."""
-        self.since_s: Array64 = np.zeros(exchange.world_size)
-        """Time of each rank since all waited for each other."""
-        self.is_received = False
-        """Whether the ranks took a mean in the newest step."""
-        self.arrives_s: float | None = None
-        """When the mean arrived that they took after a delay, on the clock of `since_s`."""
-        self._in_flight: tuple[Tensor, Tensor, Array64] | None = None
-        """The mean movement of the round before, where each rank was, and the drift of each."""
-        self._arrives_s = 0.0
         self._ended: tuple[Array64, int] = self._num_samples, 1
         """Samples by rank and steps of the newest round that ended."""
-        self._ended_s = self.computed_s
-        """What each has computed in it."""
+        self.ended_times: tuple[list[float], tuple[int, ...]] = [], ()
+        """Its seconds per sample by rank, 0 without samples, and its samples per step, as real ranks exchange them."""
 
     def compute(self, inputs: Tensor, labels: Tensor, plan: StepPlan) -> StepSums:
         """Compute the mean gradient of each rank's samples at its own parameters, and show the mean of these."""
@@ -93,13 +85,8 @@ class VirtualRounds:
         self._sketch_bytes = sketch.cells.nbytes
         return sums._replace(norms=WorkerNorms(local, sketch.reduced()))
 
-    def update(
-        self, plan: StepPlan, step: ActiveExchange, *, ends_epoch: bool
-    ) -> tuple[StepTraffic | None, tuple[Array64, float] | None]:
-        """Update each rank; what was sent after a round's last step, and the drift of a mean that was received.
-
-        Evaluated parameters stay.
-        """
+    def update(self, plan: StepPlan, step: StepExchange, *, ends_epoch: bool) -> StepTraffic | None:
+        """Update each rank; returns what was sent after a round's last step. Evaluated parameters stay."""
         parameters, optimizer = self._begun()
         together = self._exchange.world_size // self._exchange.num_members
         of_nodes = self._start.new_tensor(plan.counts.values).view(-1, together).sum(1).repeat_interleave(together)
@@ -108,88 +95,53 @@ class VirtualRounds:
         self.num_steps += 1
         self._num_samples = self._num_samples + np.asarray(plan.counts.values)
         exchange, following = step.exchange, step.following
-        drift, is_last, self.arrives_s = None, exchange != following or ends_epoch, None
-        if self._in_flight is not None and (self.num_steps == exchange.delay or is_last):
-            drift, self.arrives_s = self._receive(parameters, exchange), self._arrives_s
-        self.is_received = drift is not None
-        if self.num_steps < exchange.every and not is_last:
-            return None, drift
+        if self.num_steps < exchange.every and exchange == following and not ends_epoch:
+            return None
         weights = self._weights()
         moved = (parameters.detach() - self._start) * weights[:, None]
         total = torch.empty_like(self._start)
-        own = torch.linalg.vector_norm(moved, dim=1).double() ** 2 / weights.clamp(min=1e-12)
         traffic = self._exchange.sum(moved, step, total, of_moves=True)
-        self._in_flight = total, parameters.detach().clone(), own.numpy()
-        self._ended = self._num_samples, self.num_steps
-        self.num_steps = 0
-        self._num_samples = np.zeros_like(self._num_samples)
         if self._sketch_bytes:
             traffic = with_numbers(traffic, self._sketch_bytes, self._exchange.num_members)
             self._sketch_bytes = 0
-        if exchange.delay and not is_last:
-            return traffic, drift
-        drift, self.is_received = self._receive(parameters, exchange), True
+        if self.num_steps < exchange.every:
+            self._start.add_(total)
+        else:
+            if exchange.outer_momentum and self._velocity is None:
+                self._velocity = torch.zeros_like(total)
+            before = torch.zeros_like(total) if self._velocity is None else self._velocity
+            dot, squares, before_squares = (
+                float(torch.dot(*each)) for each in ((total, before), (total, total), (before, before))
+            )
+            self._start.add_(outer_step(exchange, total, self._velocity, self._agreement))
+            self._agreement = agreement_after(self._agreement, dot, squares, before_squares)
+        parameters.data.copy_(self._start.expand_as(parameters))
+        self._ended, self.num_steps = (self._num_samples, self.num_steps), 0
+        self._num_samples = np.zeros_like(self._num_samples)
         if following != exchange:
             self._velocity, self._agreement = None, 0.0
         if following.every == 1 or ends_epoch:
             traffic += self._average_optimizers(parameters, optimizer, weights)
-        return traffic, drift
+        return traffic
 
-    def _receive(self, parameters: nn.Parameter, exchange: Exchange) -> tuple[Array64, float]:
-        """Give each rank the mean that was sent, and the steps that it made since; returns the drift of that round."""
-        assert self._in_flight is not None, "nothing was sent"
-        (total, left, own), self._in_flight = self._in_flight, None
-        if exchange.outer_momentum and self._velocity is None:
-            self._velocity = torch.zeros_like(total)
-        squares = float(torch.dot(total, total))
-        if self._ended[1] < exchange.every:
-            self._start.add_(total)
-        else:
-            before = torch.zeros_like(total) if self._velocity is None else self._velocity
-            dot, before_squares = float(torch.dot(total, before)), float(torch.dot(before, before))
-            self._start.add_(outer_step(exchange, total, self._velocity, self._agreement))
-            self._agreement = agreement_after(self._agreement, dot, squares, before_squares)
-        if self.num_steps:
-            parameters.data.sub_(left).add_(self._start)
-        else:
-            parameters.data.copy_(self._start.expand_as(parameters))
-        return own, squares
-
-    @property
-    def is_in_flight(self) -> bool:
-        """Whether a mean was sent in the newest step and ranks go on without it."""
-        return self.num_steps == 0 and self._in_flight is not None
-
-    def end_step(self, timing: StepTiming, step: ActiveExchange) -> None:
+    def end_step(self, timing: StepTiming, step: StepExchange) -> None:
         """Take in what each rank's step took, and show what is in force: before a step that is not local, for all."""
         self.computed_s = self.computed_s + timing.compute_s
-        self.since_s = self.since_s + timing.compute_s + timing.sync_s
-        if self.is_in_flight:
-            self._arrives_s = float(self.since_s.max()) + timing.communication_s
         if self.num_steps == 0:
-            self._ended_s, self.computed_s = self.computed_s, np.zeros_like(self.computed_s)
-            self.since_s = self.since_s if self.is_in_flight else np.zeros_like(self.since_s)
+            samples, num_steps = self._ended
+            seconds = np.divide(self.computed_s, samples, out=np.zeros_like(self.computed_s), where=samples > 0)
+            self.ended_times = seconds.tolist(), mean_counts((int(number) for number in samples), num_steps)
+            self.computed_s = np.zeros_like(self.computed_s)
         self._show_mean()
         if step.following.every == 1:
             assert self.num_steps == 0, "a round ends before another exchange is active"
             self._ranks = None
-
-    def ended_times(self) -> tuple[list[float], tuple[int, ...]]:
-        """Seconds per sample by rank and samples per step, as real ranks exchange them with a round's mean.
-
-        A rank without samples knows no time.
-        """
-        samples, num_steps = self._ended
-        seconds = np.divide(self._ended_s, samples, out=np.zeros_like(self._ended_s), where=samples > 0)
-        return seconds.tolist(), mean_counts((int(number) for number in samples), num_steps)
 
     def _show_mean(self) -> None:
         """Put the mean of the ranks' parameters, weighted by their samples in the round, where it is evaluated."""
         shown, (parameters, _) = self._gradients.parameters.data, self._begun()
         if self.num_steps == 0:
             shown.copy_(self._start)
-            if self._in_flight is not None:
-                shown.add_(self._in_flight[0])
         else:
             torch.mv(parameters.detach().t(), self._weights(), out=shown)
 
@@ -215,7 +167,7 @@ class VirtualRounds:
         self, parameters: nn.Parameter, optimizer: torch.optim.Optimizer, weights: Tensor
     ) -> StepTraffic:
         """Replace all optimizers' states by their weighted mean, that of the common one as well."""
-        common, traffic, exact = self._gradients.parameters, StepTraffic(), ActiveExchange(EXACT, EXACT)
+        common, traffic, exact = self._gradients.parameters, StepTraffic(), StepExchange(EXACT, EXACT)
         for name, value in optimizer.state[parameters].items():
             if isinstance(value, Tensor) and value.shape == parameters.shape:
                 mean = torch.empty_like(self._start)

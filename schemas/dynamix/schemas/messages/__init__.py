@@ -248,20 +248,6 @@ class GradientNoise(Message, frozen=True, kw_only=True, array_like=True):
     """|G_true|^2; not positive while the noise drowns the signal."""
 
 
-class ParameterDrift(Message, frozen=True, kw_only=True, array_like=True):
-    """Drift of ranks in the rounds of local steps that ended in a window: sums of squares over rounds."""
-
-    spread: Annotated[float, Meta(ge=0)]
-    """sum_i w_i |d_i - d|^2: d_i is how far rank i moved in a round, w_i its share of samples, d = sum_i w_i d_i."""
-    moved: Annotated[float, Meta(gt=0)]
-    """|d|^2"""
-
-    @property
-    def ratio(self) -> float:
-        """`spread` over `moved`."""
-        return self.spread / self.moved
-
-
 class JobTotals(Message, frozen=True, kw_only=True, array_like=True):
     """Sums over all ranks of one window: equal in every node's report."""
 
@@ -275,8 +261,6 @@ class JobTotals(Message, frozen=True, kw_only=True, array_like=True):
     time_s: Seconds
     """Longest sum of step times of any rank; evaluation and checkpoints are not in it."""
     noise: GradientNoise | None = None
-    drift: ParameterDrift | None = None
-    """`None` where no round of local steps ended."""
     learning_rate: float | None = None
     """Learning rate of rank 0's first optimizer, in its first group of parameters, in the window's last step."""
     gradient_norm: float | None = None
@@ -428,8 +412,6 @@ class GlobalMetrics(Message, frozen=True, kw_only=True, array_like=True):
     """B_noise in samples; `None` while |G_true|^2 is not positive."""
     sigma_norm_sq: float | None
     """S / (B |G_true|^2), masked with `noise_scale`."""
-    local_drift: float | None = None
-    """Drift of ranks in rounds of local steps over the move of their mean, both squared."""
     learning_rate: float | None = None
     gradient_norm: float | None = None
     coding_gain: float | None = None

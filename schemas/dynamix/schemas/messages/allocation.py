@@ -86,8 +86,6 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fa
     (1 - m) / (1 - a), as far as the movements of successive rounds agree."""
     outer_momentum: float = 0.0
     """Nesterov momentum of the outer steps, from round to round; 0 is none."""
-    delay: int = 0
-    """Steps of the next round after which ranks take the mean of a round, in flight until then; 0: they wait."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for what messages cannot hold, shares that divide nothing, outer steps that lead nowhere."""
@@ -110,8 +108,6 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fa
                 f"outer_rate={self.outer_rate:g} and outer_momentum={self.outer_momentum:g} are of rounds of local "
                 "steps: use every=2 or more with them"
             )
-        if type(self.delay) is not int or not 0 <= self.delay < max(self.every, 1):
-            raise ValueError(f"delay={self.delay!r}: a whole number of steps from 0 to less than every={self.every}")
 
     @property
     def has_outer_step(self) -> bool:
@@ -125,8 +121,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fa
             return "exact"
         period = "" if self.every == 1 else f" every {self.every} steps"
         outer = f", outer rate {self.outer_rate:g} and momentum {self.outer_momentum:g}" if self.has_outer_step else ""
-        delay = f", taken {self.delay} steps later" if self.delay else ""
-        return f"{self.codec} over {self.route}{period}{outer}{delay}"
+        return f"{self.codec} over {self.route}{period}{outer}"
 
 
 EXACT = Exchange()

@@ -136,7 +136,6 @@ def metric_window(report: Report, seen: Observation) -> MetricWindow:
             progress=None if progress is None else min(1.0, progress),
             noise_scale=noise_scale,
             sigma_norm_sq=None if noise_scale is None else _ratio(noise_scale, totals.global_batch_size),
-            local_drift=None if totals.drift is None else _ratio(totals.drift.spread, totals.drift.moved),
             learning_rate=totals.learning_rate,
             gradient_norm=totals.gradient_norm,
             coding_gain=totals.coding_gain,

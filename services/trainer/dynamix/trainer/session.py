@@ -246,18 +246,18 @@ class Session:
         norms = self._models.end_step(updated=self._updates.any_since_step)
         self._updates.end_step()
         self._loader.finish_batch()
-        clock, times, counts, drift = self._meter.clock, self._models.take_times(), batch.plan.counts.values, None
-        has_mean = True
+        clock, times, counts = self._meter.clock, self._models.take_times(), batch.plan.counts.values
         if self._local.is_begun:
             tracks = self._run.schedule.allocation_at(batch.plan.step).split == "tracking"
             seconds = clock.seconds_per_sample() if tracks else None
             with clock.averaging():
-                times, counts, norms, drift = self._local.end_step(
+                ended = self._local.end_step(
                     batch.plan, ends_epoch=self._loader.epoch_is_over, seconds_per_sample=seconds
                 )
-            has_mean = drift is not None
-        self._update_averaged(batch.plan.counts.total, has_mean=has_mean)
-        self._meter.record_batch(batch, loss, num_correct, norms, drift)
+            if ended is not None:
+                times, counts, norms = ended
+        self._update_averaged(batch.plan.counts.total)
+        self._meter.record_batch(batch, loss, num_correct, norms)
         clock.end()
         if self._groups is not None:
             self._groups.is_open = False
@@ -399,9 +399,8 @@ class Session:
     def averaged(self, model: torch.nn.Module) -> AveragedModel:
         """A copy of a model for evaluation and export, with its weights averaged over the last fiftieth of the samples.
 
-        An exponential moving average, updated after each step in which ranks take the mean of gradients or parameters;
-        where that mean is delayed, each rank averages its own. Training stays as it is. Buffers are the newest. To
-        resume, save and load its own `state_dict` as well.
+        An exponential moving average, updated after each step in which ranks take the mean of gradients or parameters.
+        Training stays as it is. Buffers are the newest. To resume, save and load its own `state_dict` as well.
         """
         inner = unwrapped(model)
         inner = inner.module if isinstance(inner, DistributedDataParallel) else inner
@@ -410,9 +409,9 @@ class Session:
         self._averaged.append((averaged, inner))
         return averaged
 
-    def _update_averaged(self, num_samples: int, *, has_mean: bool) -> None:
+    def _update_averaged(self, num_samples: int) -> None:
         self._num_unaveraged += num_samples
-        if not (self._averaged and has_mean):
+        if not (self._averaged and self.is_averaged):
             return
         decay = max(0.0, 1.0 - self._num_unaveraged / (AVERAGED_SHARE * self._loader.position.samples_seen))
         for averaged, model in self._averaged:
@@ -426,7 +425,7 @@ class Session:
 
     @property
     def is_averaged(self) -> bool:
-        """Whether all ranks have the same parameters: false in a round of local steps, or while means are in flight."""
+        """Whether all ranks have the same parameters: false in a round of local steps."""
         return self._local.is_averaged
 
     def average(self) -> None:

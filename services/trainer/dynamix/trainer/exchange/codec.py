@@ -1,14 +1,12 @@
 """Exchange codecs: the collectives that they yield, their contract, the sum at owners, and the residuals of rounding.
 
-A codec sums buckets of gradients over ranks, as a generator of collectives. It never touches a process group: its
-driver carries out what it yields, in place, and resumes it. So the same code runs in a communication thread, in the
-virtual cluster (`run_alike`) and in tests without processes. All ranks run the same codec on the same buckets in the
-same order, so a codec decides from what collectives brought, never from its own gradient alone. Write `reduce`; a codec
-that rounds derives from `ErrorFeedback`.
+A codec sums buckets of gradients over ranks, as a generator of collectives; a communication thread, or the virtual
+cluster (`run_alike`), carries out what it yields, in place, and resumes it. All ranks run the same codec on the same
+buckets in the same order, so a codec decides from what collectives brought, never from its own gradient alone. Write
+`reduce`; a codec that rounds derives from `ErrorFeedback`.
 
 With shares s a rank owns about s_r / sum(s) of the elements, in one range. All ranks push their addends to the owners,
-and pull the sums back: a slow link that owns less carries less, which the ring of an all-reduce cannot do. Gradient
-servers are owners behind the ranks.
+and pull the sums back: a slow link that owns less carries less. Gradient servers are owners behind the ranks.
 """
 
 import itertools
@@ -241,11 +239,6 @@ def chunks_of(codec: ExchangeCodec, bucket: BucketView, member: Member) -> list[
     return [bucket]
 
 
-def legs_of(codec: ExchangeCodec, bucket: BucketView, member: Member) -> list[Leg]:
-    """Sum a bucket, in chunks where that is faster."""
-    return [codec.reduce(chunk, member) for chunk in chunks_of(codec, bucket, member)]
-
-
 class Residuals:
     """Residuals: one flat tensor per parameter with what a rank has not sent yet of its gradients.
 
@@ -316,6 +309,13 @@ class ErrorFeedback:
         """The residuals of this rank."""
         self.coded = CodedSquares()
         """Squared norms of what was sent and should have been sent, if the codec measures them."""
+
+
+def leg_of(codec: ExchangeCodec, bucket: BucketView, member: Member, *, flushes: bool) -> Leg:
+    """Sum a bucket; where it `flushes` and its residuals without loss."""
+    if flushes and isinstance(codec, ErrorFeedback):
+        return codec.residuals.flush(bucket, member)
+    return codec.reduce(bucket, member)
 
 
 def run_alike(legs: Sequence[Leg]) -> None:

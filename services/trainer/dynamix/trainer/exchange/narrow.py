@@ -1,12 +1,9 @@
 """Codecs `bf16`, `fp16` and `int8`: narrow numbers to the owners and back; what they lose is sent later.
 
 Every rank pushes its gradient plus its residual, narrowed, to the owners of the elements; an owner adds its own addend,
-which is not narrowed, sums in float32 and sends the sum back, narrowed once for all ranks. The rank that pushed keeps
-what narrowing took away; the owner keeps what the sum lost, in its own residual of the elements that it owns. So there
-is one residual per rank and parameter, and none depends on who owns what.
-
-The scales of a message tell whether all of it was finite, and a sum over what was not is not finite either: all ranks
-then send that bucket as it is, so that NaN and overflow end as in an all-reduce. The residuals stay as they were.
+which is not narrowed, sums in float32 and sends the sum back, narrowed once for all ranks. Each keeps what it narrowed
+away in its own residual. The scales of a message tell whether all of it was finite; where it was not, all ranks send
+that bucket as it is, so that NaN and overflow end as in an all-reduce, and residuals stay.
 """
 
 import math

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from itertools import pairwise
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -27,11 +27,11 @@ from .codec import BucketPart, BucketView, Collective, Leg, Sum, Trade, just, su
 
 _log = logging.getLogger("dynamix.trainer")
 
-Scope = Literal["node", "peers"]
+Scope = Literal["all", "node", "peers"]
 
 
 class Within(NamedTuple):
-    """A collective among some ranks: those of this rank's node, or its peers."""
+    """A collective among all ranks, or those of this rank's node, or its peers."""
 
     scope: Scope
     collective: Collective
@@ -71,17 +71,9 @@ class Nodes(NamedTuple):
 
     def groups(self, timeout: timedelta | None) -> dict[Scope, dist.ProcessGroup]:
         """New groups of the node and of the peers; a collective call of all ranks."""
-        found: dict[Scope, dist.ProcessGroup] = {}
-        scopes: dict[Scope, Sequence[tuple[int, ...]]] = {
-            "node": self.ranks,
-            "peers": list(zip(*self.ranks, strict=True)),
-        }
-        for scope, lists in scopes.items():
-            for members in lists:
-                group = dist.new_group(list(members), backend="gloo", timeout=timeout)
-                if self.rank in members:
-                    found[scope] = group
-        return found
+        scopes: dict[Scope, Sequence[tuple[int, ...]]] = {"node": self.ranks, "peers": [*zip(*self.ranks, strict=True)]}
+        make: Any = dist.new_subgroups_by_enumeration
+        return {scope: make([list(each) for each in lists], timeout, "gloo")[0] for scope, lists in scopes.items()}
 
     def between(self, exchange: Exchange) -> Exchange:
         """An exchange of all ranks as it is among peers: a node has the shares of its ranks."""

@@ -1,11 +1,9 @@
 """Which exchange is in effect on a step, and what carries it out: a codec per model, and a pipeline of two threads.
 
-Two threads ("lanes") have a gloo group each. The first collective of a bucket runs in the first lane, all that follow
+Two threads ("lanes") have groups of their own. The first collective of a bucket runs in the first lane, all that follow
 in the second one: while the sums of a bucket come back, the next bucket is already on its way. Both take buckets in the
-order in which the training thread sends them, which is that of the backward pass and so the same on all ranks.
-
-Where gradient servers take part, each lane has one more group, with them. When a collective fails in one lane, all
-groups of both are broken: no rank or server waits for this rank longer than for one whose process has ended.
+order in which the training thread sends them, the same on all ranks. When a collective fails in one lane, all groups of
+both are broken: no rank or server waits for this rank longer than for one whose process has ended.
 """
 
 import contextlib
@@ -15,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import reduce
+from functools import partial, reduce
+from itertools import chain
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -38,12 +37,12 @@ from .codec import (
     ErrorFeedback,
     ExchangeCodec,
     Largest,
-    Leg,
     Member,
     PlainExchange,
     Trade,
     chunks_of,
     just,
+    leg_of,
     side_by_side,
     sum_together,
 )
@@ -108,11 +107,6 @@ def _checked(found: object) -> ExchangeCodec:
     return found
 
 
-def keeps_residuals(exchange: Exchange, following: Exchange) -> bool:
-    """Whether the next exchange can send the residuals of this one: the same codec, of the same quantity."""
-    return exchange.codec == following.codec and (exchange.every > 1) == (following.every > 1)
-
-
 def member_of(exchange: Exchange, rank: int, world_size: int, num_servers: int = 0) -> Member:
     """This rank in an exchange: without a route over owners it has no shares."""
     if exchange.route == SERVERS:
@@ -124,11 +118,22 @@ def member_of(exchange: Exchange, rank: int, world_size: int, num_servers: int =
 
 
 class StepExchange(NamedTuple):
-    """The exchange of one step."""
+    """The exchange that is active in one step."""
 
     exchange: Exchange
-    flushes: bool
-    """Whether another codec, or none, is active on the next step: then residuals are sent with this gradient."""
+    following: Exchange
+    """Active in the next step, which all ranks know by now: a decision arrives two steps before it takes effect, or
+    three where the last step before it has to do something (`margin_steps`)."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the step updates each rank's own parameters."""
+        return self.exchange.every > 1
+
+    @property
+    def flushes(self) -> bool:
+        """Whether the next one cannot send the residuals of this one: another codec, or of another quantity."""
+        return self.exchange.codec != self.following.codec or self.is_local != (self.following.every > 1)
 
 
 class ExchangePlan:
@@ -168,7 +173,7 @@ class ExchangePlan:
         most = sum(each.numel() for each in trained)
         numbers = torch.zeros(min(most, max(MEASURED)), device=trained[0].device)
         exchange = self.of_model(model)
-        exchange.begin(StepExchange(EXACT, flushes=False))
+        exchange.begin(StepExchange(EXACT, EXACT))
 
         def flat(length: int) -> None:
             model.process_group.allreduce([numbers[:length]]).wait()
@@ -191,16 +196,12 @@ class ExchangePlan:
             )
 
     def of_step(self, step: int) -> StepExchange | None:
-        """The exchange of a step, `None` for DDP's own all-reduce; a collective call on the first other step.
-
-        That of the next step is known by then: a decision arrives two steps before it takes effect, or three where the
-        last step before it has to do something (`margin_steps`).
-        """
+        """The exchange of a step, `None` for DDP's own all-reduce; a collective call on the first other step."""
         exchange = self.at(step)
         if exchange == EXACT and self.nodes is None:
             return None
         self.pipeline()
-        return StepExchange(exchange, flushes=not keeps_residuals(exchange, self.at(step + 1)))
+        return StepExchange(exchange, self.at(step + 1))
 
     def at(self, step: int) -> Exchange:
         """The exchange of a step, as far as it is carried out here."""
@@ -209,8 +210,9 @@ class ExchangePlan:
     def pipeline(self) -> "Pipeline":
         """The pipeline of collectives; the first call makes it, a collective."""
         if self._pipeline is None:
-            peers = self.layout.peers if self.layout else ()
-            self._pipeline = Pipeline(self._timeout, self._servers, self.nodes, peers)
+            self._pipeline = Pipeline(
+                self._timeout, self._servers, self.nodes, self.layout.peers if self.layout else ()
+            )
             self.on_connect()
         return self._pipeline
 
@@ -227,11 +229,26 @@ class ExchangePlan:
         return (self.rank,) if self.nodes is None else self.nodes.inside
 
     @property
+    def peers(self) -> tuple[int, ...]:
+        """The ranks that exchange with this one: those with the same shard, or the same place in their nodes."""
+        if self.layout is not None:
+            return self.layout.peers
+        return tuple(range(self.world_size)) if self.nodes is None else self.nodes.peers
+
+    @property
     def num_replicas(self) -> int:
         """How many exchange gradients where those of a node sum them first; 0 where all ranks do."""
-        if self.layout is not None:
-            return len(self.layout.peers)
-        return 0 if self.nodes is None else len(self.nodes.ranks)
+        return len(self.peers) if self.nodes or self.layout else 0
+
+    def member(self, exchange: Exchange) -> Member:
+        """This rank's part in an exchange among its peers."""
+        peers = self.peers
+        if self.nodes is not None:
+            exchange = self.nodes.between(exchange)
+        elif self.layout is not None and exchange.shares:
+            shares = tuple(exchange.shares[rank] for rank in peers)
+            exchange = replace(exchange, shares=shares if any(shares) else ())
+        return member_of(exchange, peers.index(self.rank), len(peers), self.num_servers)
 
     def close(self) -> None:
         """End what runs in the background. No collective."""
@@ -255,16 +272,7 @@ class ModelExchange:
     def begin(self, step: StepExchange) -> None:
         """Begin a step: the buckets that follow are sent by its exchange."""
         if self._step is None or step.exchange != self._step.exchange:
-            plan, exchange = self.plan, step.exchange
-            if plan.layout is not None:
-                peers = plan.layout.peers
-                shares = tuple(exchange.shares[rank] for rank in peers) if exchange.shares else ()
-                exchange = replace(exchange, shares=shares if any(shares) else ())
-                self._member = member_of(exchange, peers.index(plan.rank), len(peers))
-            elif (nodes := plan.nodes) is not None:
-                self._member = member_of(nodes.between(exchange), nodes.peers.index(plan.rank), len(nodes.ranks))
-            else:
-                self._member = member_of(exchange, plan.rank, plan.world_size, plan.num_servers)
+            self._member = self.plan.member(step.exchange)
         self._step = step
 
     def send(self, bucket: BucketView, beside: Sequence[Tensor] = ()) -> "Sent":
@@ -276,13 +284,8 @@ class ModelExchange:
         codec = self._codec(self._step.exchange.codec)
         host = _host_copy(bucket.flat)
         sent = bucket if host is None else bucket._replace(flat=host)
-        flushes, member, nodes = self._step.flushes, self._member, self.plan.nodes
-
-        def reduced(chunk: BucketView) -> Leg:
-            if flushes and isinstance(codec, ErrorFeedback):
-                return codec.residuals.flush(chunk, member)
-            return codec.reduce(chunk, member)
-
+        member, nodes = self._member, self.plan.nodes
+        reduced = partial(leg_of, codec, member=member, flushes=self._step.flushes)
         chunks = chunks_of(codec, sent, member)
         legs: list[NodeLeg] = []
         if nodes is None:
@@ -371,10 +374,8 @@ _Task = tuple[NodeLeg, Future[None]]
 class _Lane:
     """A thread, its tasks, and its process groups."""
 
-    group: dist.ProcessGroup
+    groups: dict[Scope, dist.ProcessGroup]
     served: ServedGroup | None
-    some: Mapping[Scope, dist.ProcessGroup]
-    """Groups of the node, and of the peers."""
     tasks: "SimpleQueue[_Task | None]" = field(default_factory=SimpleQueue)
     thread: threading.Thread = field(init=False)
 
@@ -399,8 +400,10 @@ class Pipeline:
         served: list[ServedGroup] | list[None] = [None, None]
         if servers is not None and servers.addresses:
             served = servers.join(groups[0], timeout)
-        some: list[Mapping[Scope, dist.ProcessGroup]] = [nodes.groups(timeout) if nodes else {} for _ in groups]
-        self._lanes = [_Lane(*each) for each in zip(groups, served, some, strict=True)]
+        self._lanes = [
+            _Lane({"all": group, **(nodes.groups(timeout) if nodes else {})}, of_lane)
+            for group, of_lane in zip(groups, served, strict=True)
+        ]
         self._error: BaseException | None = None
         """The first error, in either thread; later ones are consequences."""
         self._lock = threading.Lock()
@@ -428,7 +431,7 @@ class Pipeline:
             if lane.thread.is_alive():
                 keep_for_ever(lane)
             else:
-                for group in (lane.group, *lane.some.values()):
+                for group in lane.groups.values():
                     with contextlib.suppress(ValueError):  # the script has destroyed it, with all others
                         dist.destroy_process_group(group)
 
@@ -446,8 +449,7 @@ class Pipeline:
                         failed = self._error
                     if is_first:
                         served = [each.served.group for each in self._lanes if each.served is not None]
-                        some = [group for each in self._lanes for group in (each.group, *each.some.values())]
-                        for group in some + served:
+                        for group in chain(*(each.groups.values() for each in self._lanes), served):
                             break_group(group)
             if failed is not None:
                 leg.close()
@@ -464,15 +466,14 @@ def _carry_out(task: _Task, lane: _Lane, following: _Lane | None) -> None:
     """Carry out a leg, or if there is a lane for those that follow its first collective over links; waits for them."""
     leg, under_way = task
     for collective in leg:
-        if isinstance(collective, Within):
-            perform(collective.collective, lane.some[collective.scope])
-            if collective.scope == "node":
-                continue
-        elif isinstance(collective, Trade) and collective.served_sizes:
+        if isinstance(collective, Trade) and collective.served_sizes:
             assert lane.served is not None, "there are no servers"
             perform(collective, lane.served.trade(collective))
         else:
-            perform(collective, lane.group)
+            within = collective if isinstance(collective, Within) else Within("all", collective)
+            perform(within.collective, lane.groups[within.scope])
+            if within.scope == "node":
+                continue
         if following is not None:
             following.tasks.put(task)  # from here on it is the other lane's
             return

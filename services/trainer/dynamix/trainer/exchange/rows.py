@@ -1,9 +1,8 @@
 """Codec `rows`: only those rows of a table are sent that some rank touched, without loss.
 
-An embedding's gradient is zero but for the rows of the batch. A bitmap of the rows that are not zero is united over
-ranks; the rows of the union, packed, are summed as any gradient is. Of a table with rows of d float32 numbers that
-costs the share of its rows in the union, and 1 / (32 d). A parameter with most rows in the union is sent as it is from
-the next step on, and is checked again after `LOOK_AGAIN` steps.
+A bitmap of the rows that are not zero is united over ranks; the rows of the union, packed, are summed as any gradient
+is. A parameter with most rows in the union is sent as it is from the next step on, and is checked again after
+`LOOK_AGAIN` steps.
 
 By their bits -0.0 and NaN are not zero: what no rank touched is +0.0 on all, and so is its sum. The sum of zeros is
 -0.0 only where all ranks have it. Gradients that were multiplied by a mask are full of -0.0: a codec that leaves them

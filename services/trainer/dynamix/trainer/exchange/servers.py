@@ -1,10 +1,9 @@
 """Gradient servers: processes without a model that sum parts of the gradients of a job, and know nothing else of it.
 
-A server listens at an address and waits for one job after the other. Rank 0 announces a job; ranks and servers then
-make process groups. One thread per group does what rank 0 tells it: pieces may come in either lane, sums go back in the
-second one. A thread waits for rank 0 without limit, since ranks may compute, evaluate or save; the end of a rank's
-process ends its connections. A server keeps nothing from one sum to the next, so that a job that is started again finds
-it as it was. `GradientServers` is the side of the ranks, `GradientServer` that of the server's process.
+Rank 0 announces a job at the servers' addresses; ranks and servers then make process groups. One thread per group does
+what rank 0 tells it: pieces may come in either lane, sums go back in the second one. A thread waits for rank 0 without
+limit, since ranks may compute, evaluate or save; the end of a rank's process ends its connections. A server serves one
+job after the other, and keeps nothing of a sum. `GradientServers` is the side of the ranks.
 """
 
 import threading
@@ -71,8 +70,7 @@ class ToldTrade(NamedTuple):
 END = ToldTrade(-1, 0, 0, 0)
 
 
-@dataclass
-class ServedGroup:
+class ServedGroup(NamedTuple):
     """The process group of one thread, in a rank."""
 
     group: dist.ProcessGroup

@@ -1,24 +1,20 @@
 """Exact weighting: g = sum_i (b_i / B) g_i, whatever the local batch sizes.
 
-Under DDP a communication hook does it, so that the user's loss stays what it was. Each bucket is weighed, measured
-(|g_i|^2, on some steps) and sent: over all ranks, by an exchange, or nowhere in a local step. The last bucket's hook
-waits for all and measures |G|^2. Elsewhere the loss itself is scaled (`loss_factor`).
+Under DDP a communication hook weighs each bucket, measures it (|g_i|^2, on some steps) and sends it: over all ranks, by
+an exchange, or nowhere in a local step. The last bucket's hook waits for all and measures |G|^2. Elsewhere the loss
+itself is scaled (`loss_factor`). Where the script counts in its batches (`attach(count_tokens=...)`) the total over all
+ranks is one more all-reduce; until it is there, gradients are divided by the total of the step before.
 
-A gradient's weight is known from the plan. Where the script counts in its batches (`attach(count_tokens=...)`) the
-total over all ranks is one more all-reduce, posted when the last bucket is ready; until it is there, gradients are
-divided by the total of the step before, and then corrected.
-
-A step may exchange gradients of several models (a generator and a discriminator), and of one several times. All weigh
-by the same plan; compute times come with every exchange, and those of the step's last one count.
+A step may exchange gradients of several models, and of one several times. All weigh by the same plan; compute times
+come with every exchange, and those of the step's last one count.
 """
 
 import gc
 import logging
 import time
 import weakref
-from array import array
 from collections.abc import Callable, Mapping
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, Literal
 
@@ -119,14 +115,6 @@ class StepWeights:
         return 1.0 if self.base_size is None else self.base_size * self.total() / self._size
 
 
-Slots = Any
-"""A tensor on a GPU; on the CPU its memory, which Python writes and reads in a fifth of the time."""
-
-
-def _view(slots: torch.Tensor) -> Slots:
-    return slots if slots.is_cuda else slots.numpy().data
-
-
 class TimeSlots:
     """Seconds per sample of all ranks: each fills its own slot with float32, and one all-reduce adds them up.
 
@@ -138,13 +126,13 @@ class TimeSlots:
         self._rank = rank
         self._world_size = world_size
         self._apart = LentTensor(torch.zeros(world_size))
-        self._slots: Slots = _view(self._apart.tensor)
+        self._slots = self._apart.tensor
         """Those that were written last."""
-        self._received: tuple[Slots, torch.cuda.Event | None] | None = None
+        self._received: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
         """The slots that came back; from a GPU on their way to the host, until the event."""
-        self._before: tuple[Slots, torch.cuda.Event | None] | None = None
+        self._before: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
 
-    def behind(self, buffer: torch.Tensor) -> tuple[LentTensor, Slots]:
+    def behind(self, buffer: torch.Tensor) -> tuple[LentTensor, torch.Tensor]:
         """Make room for slots behind a bucket of float32 or float64: both in one tensor, and the slots.
 
         DDP's views of the bucket stay valid: they share the storage that grows.
@@ -154,28 +142,24 @@ class TimeSlots:
         if storage.nbytes() < length * buffer.element_size():  # else an earlier session of the model made room
             storage.resize_(length * buffer.element_size())
         whole = buffer.new_empty(0).set_(storage, 0, (length,))  # type: ignore[call-overload]
-        return LentTensor(whole), _view(whole[buffer.numel() :])
+        return LentTensor(whole), whole[buffer.numel() :]
 
-    def write(self, seconds_per_sample: float, slots: Slots) -> None:
+    def write(self, seconds_per_sample: float, slots: torch.Tensor) -> None:
         """Fill these slots, which are then to be summed over ranks in place."""
-        self._slots = slots
-        if isinstance(slots, torch.Tensor):
-            slots.zero_()
-        else:
-            slots[:] = array(slots.format, bytes(slots.nbytes))
+        self._slots = slots.zero_()
         slots[self._rank] = seconds_per_sample
 
     def write_apart(self, seconds_per_sample: float, device: torch.device | None = None) -> LentTensor:
         """Fill slots that lie apart, on the host unless a `device` is named."""
         if self._apart.tensor.device != (device or torch.device("cpu")):
             self._apart = LentTensor(torch.zeros(self._world_size, device=device))
-        self.write(seconds_per_sample, _view(self._apart.tensor))
+        self.write(seconds_per_sample, self._apart.tensor)
         return self._apart
 
     def receive(self) -> None:
         """Take what was written, now summed."""
         slots, arrived = self._slots, None
-        if isinstance(slots, torch.Tensor):
+        if slots.is_cuda:
             slots = torch.empty(slots.shape, dtype=slots.dtype, pin_memory=True).copy_(slots, non_blocking=True)
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
@@ -184,8 +168,7 @@ class TimeSlots:
     def take_seconds(self) -> list[float] | None:
         """Seconds per sample by rank, 0 where unknown, at the end of a step; `None` when none came back.
 
-        On the CPU they are this step's. On a GPU they are those of the step before, which it has done by the time that
-        this one is queued: nothing is waited for that would leave it idle, and no rank can be a step ahead of another.
+        On a GPU they are those of the step before, which it has done by now: nothing is waited for.
         """
         received, self._received = self._received, None
         if received is None or received[1] is not None:
@@ -215,38 +198,20 @@ class ModelBucket:
 
     number: int
     buffer: torch.Tensor
-    is_in_place: InitVar[bool]
-    """Whether the reduced gradient will be in the buffer itself, as a base hook does not promise."""
-    scale: float = 0.0
-    """The value of `factor`. As a tensor it saves torch a third of the time of scaling a small bucket."""
-    factor: torch.Tensor = field(init=False)
     lent: LentTensor | None = None
     """The tensor that the process group reduces, after the first use."""
-    carrier: tuple[LentTensor, Slots] | None = None
+    carrier: tuple[LentTensor, torch.Tensor] | None = None
     """The same with room for times behind it, and that room, after the first use."""
-    reduced: torch.futures.Future[torch.Tensor] | None = None
-    """What DDP waits for, done from the beginning: it looks at it after the last bucket's hook, which waits for all.
-    `None` on a GPU, where a future tells whose streams wait for which, and over base hooks."""
     view: BucketView | None = None
     """The codec's view of it, after the first use."""
 
-    def __post_init__(self, is_in_place: bool) -> None:
-        """Make what DDP waits for."""
-        is_double = self.buffer.dtype == torch.float64
-        self.factor = torch.zeros((), dtype=torch.float64 if is_double else torch.float32)
-        if is_in_place and not self.buffer.is_cuda:
-            self.reduced = torch.futures.Future()
-            self.reduced.set_result(self.buffer)
 
-    def weigh(self, scale: float) -> None:
-        """Scale the bucket in place."""
-        if not scale:
-            self.buffer.zero_()  # not times zero: a dummy batch may have made it NaN
-        elif scale != 1.0:
-            if scale != self.scale:
-                self.scale = scale
-                self.factor.fill_(scale)
-            self.buffer.mul_(self.factor)
+def weigh(gradient: torch.Tensor, scale: float) -> None:
+    """Scale a gradient in place."""
+    if not scale:
+        gradient.zero_()  # not times zero: a dummy batch may have made it NaN
+    elif scale != 1.0:
+        gradient.mul_(scale)
 
 
 def view_of(bucket: GradBucket, buffer: torch.Tensor, keys: Mapping[torch.Tensor, str]) -> BucketView:
@@ -263,7 +228,8 @@ def view_of(bucket: GradBucket, buffer: torch.Tensor, keys: Mapping[torch.Tensor
 SLOT_TYPES = (torch.float32, torch.float64)
 """Buckets on the CPU that can carry times; half precision would round them."""
 
-_UnderWay = dist.Work | torch.futures.Future[torch.Tensor] | Sent | None
+_Reduced = torch.futures.Future[torch.Tensor]
+_UnderWay = dist.Work | _Reduced | Sent | None
 """A bucket that is sent; `None` for one that stays on this rank."""
 
 
@@ -291,12 +257,9 @@ class _Step:
 class GradientHook:
     """The communication hook of one DDP model, in one session.
 
-    Without a base hook a bucket is scaled and summed over ranks. A base hook averages: its buckets are scaled N times
-    as much. A rank without samples zeroes its bucket: its dummy batch may have any gradient, and NaN * 0 is NaN.
-
-    No thread of the process group calls Python: such a call is dropped by that thread, after the training went on, and
-    so perhaps while the interpreter is being taken down (`LentTensor`). Instead the hook of the last bucket waits for
-    all, in the training thread, where DDP itself would wait right after it: every gradient is computed by then.
+    Buckets are scaled and summed over ranks; a base hook averages, so its buckets are scaled N times as much. No thread
+    of the process group calls Python, perhaps while the interpreter is being taken down (`LentTensor`): the hook of the
+    last bucket waits for all, in the training thread, where DDP itself would wait right after it.
     """
 
     group: Any
@@ -321,23 +284,18 @@ class GradientHook:
         self._gloo: Any = self.group._get_backend(torch.device("cpu")) if has_gloo else None  # noqa: SLF001 - no public name
         self._times: dist.Work | None = None
         """Time slots on their way beside the buckets."""
-        self._has_times = False
-        """Whether times are on their way, or came, with the last bucket."""
-        self._sent: list[tuple[ModelBucket, _UnderWay, torch.futures.Future[torch.Tensor]]] = []
+        self._sent: list[tuple[ModelBucket, _UnderWay, _Reduced]] = []
         """The buckets of the current backward pass, and what DDP waits for."""
         self._buckets: dict[int, ModelBucket] = {}
         """Buckets by number: DDP makes them once, and again after the first step."""
-        self.enter_world()
-        self._session_step = _Step(0.0, in_step=True)
-        """Made once: what changes from step to step is written into it."""
         self._step: _Step
-        self.average_plainly()
+        self.enter_world()
 
     def enter_world(self) -> None:
         """Be one of the ranks that the plan of exchanges has now."""
         self._rank, self._world_size = self.model_exchange.plan.rank, self.model_exchange.plan.world_size
         self.slots = TimeSlots(self._rank, self._world_size)
-        self._plain_step = _Step(1.0 if self.base_hook is not None else 1.0 / self._world_size)
+        self.average_plainly()
 
     def register(self, model: Any) -> None:
         """Weigh the gradients of a model, for which no other session does so.
@@ -366,34 +324,35 @@ class GradientHook:
     def begin(self, batch: MicroBatch, exchange: StepExchange | None, *, measures: bool, shares_times: bool) -> None:
         """Begin a step with its last batch; earlier ones are in its scale by then.
 
-        `exchange` is that of the step, `None` for DDP's own all-reduce. Times are shared on all ranks or on none, and
-        not over a base hook. Where it `measures` norms, those of a local step are sketched.
+        `exchange` is `None` for DDP's own all-reduce. Where it `measures` norms, those of a local step are sketched.
         """
         assert not (shares_times and self.base_hook is not None), "base hooks carry no times"
-        is_local = exchange is not None and exchange.exchange.every > 1
+        is_local = exchange is not None and exchange.is_local
         if exchange is not None:
             self.model_exchange.begin(exchange)
         weights, counts, nodes = self.weights, batch.plan.counts, self.model_exchange.plan.nodes
         together = weights.mine if nodes is None else sum(counts.values[rank] for rank in nodes.inside)
-        self._step = step = self._session_step
         weight = (weights.newest if self.reduction == "mean" else min(weights.mine, 1)) * batch.loss_divisor
         ranks = 1 if self.base_hook is None else self._world_size
-        step.scale = ranks * weight * (weights.local_factor(together) if is_local else weights.factor())
-        step.to_mean = (weight / weights.mine) ** 2 if weights.mine else 1.0
-        step.exchange, step.is_local = exchange, is_local
-        step.measures, step.shares_times = measures and not is_local, shares_times
-        step.reduced, step.local = {}, {}
-        is_sketched = measures and is_local
+        self._step = _Step(
+            ranks * weight * (weights.local_factor(together) if is_local else weights.factor()),
+            exchange,
+            in_step=True,
+            is_local=is_local,
+            measures=measures and not is_local,
+            shares_times=shares_times and not is_local,
+            to_mean=(weight / weights.mine) ** 2 if weights.mine else 1.0,
+        )
         self.sketch = None
-        if is_sketched:
+        if measures and is_local:
             own = together / weights.mine if weights.mine else 0.0
             self.sketch = NormSketch(batch.plan.step, together / counts.total, own)
         self._sent.clear()  # of a backward pass that failed
-        self._times, self._has_times = None, False
+        self._times = None
 
     def average_plainly(self) -> None:
         """Average over the ranks as DDP does without a hook, until a step begins: on batches of the script's own."""
-        self._step = self._plain_step
+        self._step = _Step(1.0 if self.base_hook is not None else 1.0 / self._world_size)
 
     def take_norms(self) -> SquaredNorms:
         """The squared norms of the step that ends; empty when it was not measured or no gradient was reduced."""
@@ -412,7 +371,7 @@ class GradientHook:
         buffer, number, is_last, step = bucket.buffer(), bucket.index(), bucket.is_last(), self._step
         known = self._buckets.get(number)
         if known is None or known.buffer is not buffer:
-            known = self._buckets[number] = ModelBucket(number, buffer, is_in_place=self.base_hook is None)
+            known = self._buckets[number] = ModelBucket(number, buffer)
         if self.losses is not None:
             self.losses.gradient_begins()
         if is_last and step.in_step:
@@ -420,11 +379,11 @@ class GradientHook:
             self.weights.post()
         if step.measures:
             step.local[number] = squared_norm(buffer) if step.scale else 0.0
-        known.weigh(step.scale)
+        weigh(buffer, step.scale)
         self.clock.own_s += time.perf_counter() - began
         under_way = self._send(bucket, known)
         # a future of its own for one step: on a GPU its streams wait for it, not the training thread
-        reduced = known.reduced or torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+        reduced: _Reduced = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
         self._sent.append((known, under_way, reduced))
         if is_last:
             self._finish()
@@ -440,30 +399,26 @@ class GradientHook:
             return self.model_exchange.send_plainly(known.buffer, inside=True) if by_node else None
         if self.base_hook is not None:
             return launched(self.base_hook, None, bucket)
-        under_way: dist.Work | Sent
-        shares_times = step.shares_times and bucket.is_last()
+        times, shares_times = None, step.shares_times and bucket.is_last()
         if step.exchange is not None:
             if known.view is None:
                 known.view = view_of(bucket, known.buffer, self.model_exchange.keys)
-            if not shares_times:
-                return self.model_exchange.send(known.view)
-            self._has_times = True
-            lent = self.slots.write_apart(self.clock.seconds_per_sample())
-            return self.model_exchange.send(known.view, [lent.tensor])
+            beside = [self.slots.write_apart(self.clock.seconds_per_sample()).tensor] if shares_times else []
+            return self.model_exchange.send(known.view, beside)
         if shares_times and known.buffer.dtype in SLOT_TYPES and known.buffer.is_cpu:
             if known.carrier is None:
                 known.carrier = self.slots.behind(known.buffer)
             lent, room = known.carrier
             self.slots.write(self.clock.seconds_per_sample(), room)
-            self._has_times = True
         else:
             lent = known.lent = known.lent or LentTensor(known.buffer)
+            if shares_times:
+                times = self.slots.write_apart(self.clock.seconds_per_sample(), known.buffer.device)
         # dist.all_reduce checks arguments first, 20 us a bucket; the way through torch's dispatcher costs as much again
         group: dist.ProcessGroup = self._gloo if self._gloo is not None and known.buffer.is_cpu else self.group
-        under_way = launched(group.allreduce, [lent.alias])
-        if shares_times and not self._has_times:
-            lent = self.slots.write_apart(self.clock.seconds_per_sample(), known.buffer.device)
-            self._times = launched(group.allreduce, [lent.alias])
+        under_way: dist.Work = launched(group.allreduce, [lent.alias])
+        if times is not None:
+            self._times = launched(group.allreduce, [times.alias])
         return under_way
 
     def _finish(self) -> None:
@@ -473,16 +428,15 @@ class GradientHook:
         results: list[Any] = [None if under_way is None else under_way.wait() for _, under_way, _ in sent]
         if self._times is not None:
             self._times.wait()
-            self._times, self._has_times = None, True
-        if self._has_times:
-            self._has_times = False
+            self._times = None
+        if step.shares_times:
             self.slots.receive()
         self.num_reduced += 1
         self.reduced_at = time.perf_counter()
         if step.in_step:
             self.clock.reduced()
         correction = self.weights.correction() if step.in_step else 1.0
-        for (bucket, _, future), result in zip(sent, results, strict=True):
+        for (bucket, _, reduction), result in zip(sent, results, strict=True):
             reduced = bucket.buffer
             if self.base_hook is not None:
                 reduced = result if isinstance(result, torch.Tensor) else result[0]
@@ -490,8 +444,7 @@ class GradientHook:
                 reduced.mul_(correction)
             if step.measures:
                 step.reduced[bucket.number] = squared_norm(reduced)
-            if future is not bucket.reduced:
-                future.set_result(reduced)
+            reduction.set_result(reduced)
         self.clock.own_s += time.perf_counter() - self.reduced_at
 
 
@@ -550,8 +503,7 @@ class CoveredModels:
 
     Torch adds up the gradients g_j of micro-batches in `Parameter.grad`. With a mean loss they must count by their
     samples or tokens, sum_j m_j g_j, so what was added up is scaled by m_j / m_(j+1) where the next one has another
-    weight: with samples at most once per step, since sizes differ by one. The whole is then in the scale of the last
-    micro-batch.
+    weight. The whole is then in the scale of the last micro-batch.
     """
 
     make_hook: Callable[[torch.nn.Module, ModelExchange], GradientHook] | None
@@ -805,8 +757,6 @@ class CoveredModels:
 
     def take_times(self) -> list[float] | None:
         """Seconds per sample by rank, as the step's last exchange brought them."""
-        if len(self._hooks) == 1:
-            return self._hooks[0].slots.take_seconds()
         newest = None
         for hook in sorted(self._hooks, key=lambda hook: hook.reduced_at):
             newest = hook.slots.take_seconds() or newest

@@ -1,20 +1,19 @@
 """Sharded models (FSDP2): each rank's gradient is weighed before it is reduced, and copies of a model are summed by us.
 
 `fully_shard` hands the gradients of each module that it was called on, in one flat tensor, to a reduce-scatter that can
-be replaced. Ours scales this rank's part first, as the communication hook does under DDP, so that the script's loss
-stays what it was. Where the mesh covers only some of the ranks, such as those of a node, every node has a copy of the
-model, and the all-reduce hook sums each shard over its copies: by the active exchange, or not in a local step.
+be replaced. Ours scales this rank's part first, as the communication hook does under DDP. Where the mesh covers only
+some of the ranks, such as those of a node, every node has a copy of the model, and the all-reduce hook sums each shard
+over its copies: by the active exchange, or not in a local step.
 
-All that waits for other ranks passes here (gathering parameters, reducing, the end of the backward pass), so what a
-rank computes is known apart from waiting. On the CPU only: on a GPU waits stand in streams beside the computing.
-
-FSDP2 does not tell which reduction of a backward pass is its last one. We therefore wait in a callback that the
-autograd engine calls when the pass is over, behind FSDP2's own.
+All that waits for other ranks passes here, so what a rank computes is known apart from waiting. On the CPU only: on a
+GPU waits stand in streams beside the computing. FSDP2 does not tell which reduction of a backward pass is its last one,
+so we wait in a callback that the autograd engine calls when the pass is over, behind FSDP2's own.
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +26,7 @@ from dynamix.trainer.exchange.layout import Layout, sharded_groups
 from dynamix.trainer.exchange.plan import Sent
 from dynamix.trainer.exchange.transport import LentTensor, launched
 
-from .hook import GradientHook, squared_norm
+from .hook import GradientHook, squared_norm, weigh
 from .noise import NormSketch
 
 T = TypeVar("T")
@@ -56,13 +55,13 @@ class ShardHook(GradientHook):
         groups = sharded_groups(model)
         if any(group._all_reduce_hook is not None for group in groups):  # noqa: SLF001 - no public name, as below
             raise RuntimeError("the model has an all-reduce hook already: leave set_all_reduce_hook out")
-        model.register_forward_pre_hook(_ForwardHook(place), prepend=True)
+        model.register_forward_pre_hook(partial(_note_forward, place), prepend=True)
         for number, (group, module) in enumerate(groups.items()):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             module.set_custom_all_gather(_Gather(group._all_gather_comm, place))  # noqa: SLF001
             module.set_custom_reduce_scatter(_Scatter(group._reduce_scatter_comm, place, number))  # noqa: SLF001
-            module.set_all_reduce_hook(_Reduce(place, number, group))
+            module.set_all_reduce_hook(partial(_sum_copies, place, number, group))
 
     def begin(self, batch: MicroBatch, *arguments: Any, **options: Any) -> None:
         """Begin a step with its last batch, as under DDP; in a local step the ranks of a copy step together."""
@@ -111,10 +110,7 @@ class ShardHook(GradientHook):
             step.local[number] = squared_norm(gradient) if step.scale else 0.0
         elif step.is_local and self.sketch is not None and step.scale:
             self.sketch.local += float(squared_norm(gradient)) * self._own_scale**2
-        if not step.scale:
-            gradient.zero_()  # not times zero: a dummy batch may have made it NaN
-        elif step.scale != 1.0:
-            gradient.mul_(step.scale)
+        weigh(gradient, step.scale)
         self.clock.own_s += time.perf_counter() - began
 
     def sum_copies(self, number: int, shard: Tensor, *, is_kept: bool) -> None:
@@ -162,7 +158,7 @@ class ShardHook(GradientHook):
         """The backward pass is over: wait for all sums, and exchange the compute times."""
         self._is_queued, step = False, self._step
         times = None
-        if step.shares_times and not step.is_local:
+        if step.shares_times:
             times = launched(self.group.allreduce, [self.slots.write_apart(self.clock.seconds_per_sample()).alias])
         self._receive()
         if times is not None:
@@ -178,14 +174,8 @@ class ShardHook(GradientHook):
             self.clock.reduced()
 
 
-class _ForwardHook:
-    """Before the model's forward pass."""
-
-    def __init__(self, place: Any) -> None:
-        self._place = place
-
-    def __call__(self, *_: Any) -> None:
-        self._place.hook.note_forward()
+def _note_forward(place: Any, *_: Any) -> None:
+    place.hook.note_forward()
 
 
 class _Gather:
@@ -209,18 +199,12 @@ class _Scatter:
         return hook.waiting(hook.scatter, self._number, self._inner, output_tensor, input_tensor, **options)
 
 
-class _Reduce:
+def _sum_copies(place: Any, number: int, group: Any, shard: Tensor) -> None:
     """FSDP2's all-reduce hook of a module."""
-
-    def __init__(self, place: Any, number: int, group: Any) -> None:
-        self._place, self._number, self._group = place, number, group
-
-    def __call__(self, shard: Tensor) -> None:
-        group = self._group
-        is_kept = group._orig_dtype == shard.dtype and not any(  # noqa: SLF001
-            each.offload_to_cpu
-            or each.sharded_param.grad is not None
-            or getattr(each.sharded_param, "_post_accumulate_grad_hooks", None)
-            for each in group.fsdp_params
-        )
-        self._place.hook.sum_copies(self._number, shard, is_kept=is_kept)
+    is_kept = group._orig_dtype == shard.dtype and not any(  # noqa: SLF001
+        each.offload_to_cpu
+        or each.sharded_param.grad is not None
+        or getattr(each.sharded_param, "_post_accumulate_grad_hooks", None)
+        for each in group.fsdp_params
+    )
+    place.hook.sum_copies(number, shard, is_kept=is_kept)

@@ -5,22 +5,14 @@ In a round of h steps a rank's gradient is the mean of its own samples and is no
     theta = theta_start + sum_i (n_i / sum n) (theta_i - theta_start)        n_i: samples of rank i in the round
 
 by the codec and the route of the exchange, the same bits on each: only what moved is sent, so that an error of a codec
-is one of a step. With a delay of d steps the mean is in flight while the first d steps of the next round are made; then
-each rank swaps its own movement for it, as in CoCoD-SGD and Streaming DiLoCo: theta_start is the same on all ranks, and
-theta where they wait for a mean.
-
-A whole round may end with an outer step instead, with d the mean movement and v that of the rounds before; a round
-that ends early goes to the mean:
+is one of a step. A whole round may end with an outer step instead, with d the mean movement and v that of the rounds
+before:
 
     v <- m v + d,  theta = theta_start + r (m v + d)             r = (1 - m) / (1 - a) where no rate is given
 
-The agreement a is the cosine between d and v, smoothed, from 0 to 1/2: rounds that go on in one direction move up to
-twice as far, and noise that changes its direction is averaged. Rank 0's number counts, so that all use the same.
-
-A round also ends before another exchange is in effect, and with an epoch; there all ranks wait. Buffers are averaged
-where they wait; momentum and the like when local steps end, and with an epoch, so that a checkpoint there holds what
-all ranks have. The learning rate stays that of the global batch, and so do Adam's second moments
-(`correct_second_moments`).
+The agreement a is the cosine between d and v, smoothed, from 0 to 1/2; rank 0's counts. A round also ends before
+another exchange is in effect, and with an epoch. Buffers are averaged as well; momentum and the like when local steps
+end, and with an epoch, so that a checkpoint there holds what all ranks have.
 """
 
 import itertools
@@ -40,8 +32,8 @@ from dynamix.trainer.data.plan import StepPlan
 from dynamix.trainer.exchange.codec import BucketPart, BucketView, Largest, Residuals, just
 from dynamix.trainer.exchange.layout import local
 from dynamix.trainer.exchange.nodes import sum_plainly
-from dynamix.trainer.exchange.plan import ExchangePlan, ModelExchange, Sent, StepExchange, keeps_residuals
-from dynamix.trainer.gradient.hook import CoveredModels, TimeSlots
+from dynamix.trainer.exchange.plan import ExchangePlan, ModelExchange, Sent, StepExchange
+from dynamix.trainer.gradient.hook import CoveredModels
 from dynamix.trainer.gradient.learning_rate import Updates
 from dynamix.trainer.gradient.noise import NOT_MEASURED, RoundMeasurement, SquaredNorms, StepSketches
 
@@ -56,14 +48,8 @@ def mean_counts(num_samples: Iterable[int], num_steps: int) -> tuple[int, ...]:
     return tuple((2 * number + num_steps) // (2 * num_steps) for number in num_samples)
 
 
-class RoundDrift(NamedTuple):
-    """One rank's part of a round: its buckets' squared norms; of a GPU they stay there until the window ends."""
-
-    own: list[float | Tensor]
-    """w_i |d_i|^2"""
-    mean: list[float | Tensor]
-    """|d|^2, the same on all ranks."""
-
+MEAN = Exchange(every=2)
+"""A round that ends early goes to the mean, whatever its outer step is."""
 
 MOST_AGREEMENT = 0.5
 
@@ -106,25 +92,19 @@ class FlatBucket:
             for (key, _), each, (start, stop) in zip(named, self._tensors, ends, strict=True)
         )
         self._start = self._flat()
-        self._left: Tensor | None = None
-        """Where they were when their movement was sent, while steps go on."""
 
     def _flat(self) -> Tensor:
         return torch.cat([each.reshape(-1).to(self._dtype) for each in self._tensors])
 
-    def moved(self, weight: float, *, goes_on: bool) -> BucketView:
-        """The movement of the parameters, times this rank's weight; `goes_on`: steps are made before `move`."""
-        flat = self._flat()
-        self._left = flat.clone() if goes_on else None
-        flat.sub_(self._start)
+    def moved(self, weight: float) -> BucketView:
+        """The movement of the parameters, times this rank's weight."""
+        flat = self._flat().sub_(self._start)
         flat = flat.mul_(weight) if weight else flat.zero_()  # not times zero: what does not count may be anything
         return BucketView(self._number, flat, self._parts)
 
     def move(self, by: Tensor) -> None:
-        """Put them where they began, moved by so much, and by the steps since then."""
+        """Put them where they began, moved by so much."""
         place = self._start.add_(by)
-        if self._left is not None:
-            place, self._left = self._flat().sub_(self._left).add_(self._start), None
         for part, tensor in zip(self._parts, self._tensors, strict=True):
             tensor.copy_(place[part.start : part.stop].view(tensor.shape))
 
@@ -192,24 +172,13 @@ class _Round:
     """Compute time of this rank in steps whose time is known."""
     num_timed: int = 0
     """Its samples in these."""
-
-
-class _Movements(NamedTuple):
-    """The movements of a round on their way, and what was sent beside them."""
-
-    buckets: list[tuple[ModelExchange, FlatBucket, BucketView, Sent]]
-    own: list[float | Tensor]
-    """w_i |d_i|^2 by bucket."""
-    shares_times: bool
-    counts: tuple[int, ...]
-    """Samples per step, by rank."""
-    is_whole: bool
-    sketches: StepSketches | None
-    beside: list[Tensor]
+    num_steps: int = 0
+    sketches: StepSketches | None = None
+    """Those of the first step, where its noise is measured."""
 
 
 class EndedRound(NamedTuple):
-    """A round whose mean the ranks have."""
+    """A round that has ended."""
 
     seconds_per_sample: list[float] | None
     """By rank, where they are to be shared."""
@@ -217,10 +186,6 @@ class EndedRound(NamedTuple):
     """Samples per step, by rank."""
     norms: SquaredNorms
     """Where its noise is measured."""
-    drift: RoundDrift | None
-
-
-NOT_ENDED = EndedRound(None, (), NOT_MEASURED, None)
 
 
 @dataclass(eq=False)
@@ -237,13 +202,7 @@ class LocalSteps:
     def __post_init__(self) -> None:
         """Begin without a round."""
         self._measurement = RoundMeasurement(self.noise_every)
-        self._slots = TimeSlots(self.exchange.rank, self.exchange.world_size)
         self._round: _Round | None = None
-        self._num_steps = 0
-        self._sketches: StepSketches | None = None
-        """Those of the first step of the round, where its noise is measured."""
-        self._in_flight: _Movements | None = None
-        """Those of the round before."""
         self._velocities: dict[ModelExchange, Residuals] = {}
         """Momentum of the outer steps: laid out as buckets are, kept by parameter as residuals are."""
         self.agreement = 0.0
@@ -257,7 +216,7 @@ class LocalSteps:
     @property
     def is_averaged(self) -> bool:
         """Whether all ranks have the same parameters."""
-        return self._num_steps == 0 and self._in_flight is None
+        return self._round is None or self._round.num_steps == 0
 
     def share(self, plan: StepPlan) -> float:
         """The share of a step's samples behind this rank's gradient, which may be that of its node."""
@@ -305,13 +264,13 @@ class LocalSteps:
 
     def measures(self, step: int) -> bool:
         """Whether the noise is measured on a step: the first one of a round, where one is due."""
-        return self._round is not None and self._measurement.measures(step, begins_round=self._num_steps == 0)
+        return self._round is not None and self._measurement.measures(step, begins_round=self.is_averaged)
 
-    def end_step(self, plan: StepPlan, *, ends_epoch: bool, seconds_per_sample: float | None) -> EndedRound:
-        """End a step; with a round's last one, a collective, the ranks have their mean, or it is on its way."""
+    def end_step(self, plan: StepPlan, *, ends_epoch: bool, seconds_per_sample: float | None) -> EndedRound | None:
+        """End a step; a round's last one is a collective, after which all ranks have the same parameters."""
         assert self._round is not None, "the step was not local"
-        self._num_steps += 1
-        self._sketches = self.models.take_sketches(plan) or self._sketches
+        self._round.num_steps += 1
+        self._round.sketches = self.models.take_sketches(plan) or self._round.sketches
         for rank, count in enumerate(plan.counts.values):
             self._round.counts[rank] += count
         if seconds_per_sample is not None and seconds_per_sample > 0.0:
@@ -319,16 +278,9 @@ class LocalSteps:
             self._round.computed_s += seconds_per_sample * num_samples
             self._round.num_timed += num_samples
         exchange, following = self.exchange.at(plan.step), self.exchange.at(plan.step + 1)
-        ended, is_last = NOT_ENDED, exchange != following or ends_epoch
-        if self._in_flight is not None and (self._num_steps == exchange.delay or is_last):
-            ended = self._receive(exchange)
-        if self._num_steps < exchange.every and not is_last:
-            return ended
-        shares_times = seconds_per_sample is not None
-        if exchange.delay and not is_last:
-            self._send(exchange, following, shares_times=shares_times, goes_on=True)
-            return ended
-        weight, ended = self._average(exchange, following, shares_times=shares_times)
+        if self._round.num_steps < exchange.every and exchange == following and not ends_epoch:
+            return None
+        weight, ended = self._average(exchange, following, shares_times=seconds_per_sample is not None)
         if following.every == 1 or ends_epoch:
             self._average_optimizers(weight)
         if following.every == 1:
@@ -337,13 +289,8 @@ class LocalSteps:
 
     def average(self, step: int) -> None:
         """End a round before its time; a collective. Nothing where all ranks have the same."""
-        if self.is_averaged:
-            return
-        exchange = self.exchange.at(step - 1)
-        if self._in_flight is not None:
-            self._receive(exchange)
-        if self._num_steps:
-            self._sketches = None
+        if self._round is not None and self._round.num_steps:
+            exchange, self._round.sketches = self.exchange.at(step - 1), None
             self._average_optimizers(self._average(exchange, exchange, shares_times=False)[0])
 
     def leave(self) -> None:
@@ -354,78 +301,59 @@ class LocalSteps:
                 "session.average() on all ranks before"
             )
         self.models.broadcast_buffers()
-        self._round, self._in_flight, self._num_steps = None, None, 0
+        self._round = None
 
     def _average(self, exchange: Exchange, following: Exchange, *, shares_times: bool) -> tuple[float, EndedRound]:
-        """Give all ranks the mean; returns this rank's weight in it as well."""
-        weight = self._send(exchange, following, shares_times=shares_times, goes_on=False)
+        """End the round: all ranks get the mean, or make the outer step; returns this rank's weight in it as well."""
+        assert self._round is not None, "no round"
+        counts, num_steps, sketches = self._round.counts, self._round.num_steps, self._round.sketches
+        layout, is_first = self.exchange.layout, self.exchange.rank == 0
+        together = (self.exchange.rank,) if layout is None else layout.inside
+        weight = sum(counts[rank] for rank in together) / sum(counts)
+        step = StepExchange(exchange, following)
+        beside = [each.cells for each in sketches.sketches] if sketches else []
+        times, agreed = torch.zeros(self.exchange.world_size), torch.zeros(1)
+        if shares_times:
+            times[self.exchange.rank] = self._round.computed_s / max(self._round.num_timed, 1)
+            beside.append(times)
+        if not exchange.outer_rate:
+            agreed[0] = self.agreement if is_first else 0.0
+            beside.append(agreed)
+        sent: list[tuple[ModelExchange, FlatBucket, BucketView, Sent]] = []
+        for model, bucket in self._round.buckets:
+            model.begin(step)
+            view = bucket.moved(weight)
+            sent.append((model, bucket, view, model.send(view, () if sent else beside)))
         for covered, model in zip(self.models.models, self.models.exchanges, strict=True):
             if covered in self.models.unshared:
-                share_buffers(covered.modules_buffers, model, weight, is_first=self.exchange.rank == 0)
-        ended = self._receive(exchange)
+                share_buffers(covered.modules_buffers, model, weight, is_first=is_first)
+        for *_, under_way in sent:
+            under_way.wait()
+        for numbers in beside:
+            self.exchange.sum_shards(numbers)
+        self._move([each[:3] for each in sent], exchange if num_steps == exchange.every else MEAN, agreed.item())
         if following != exchange:  # another period moves another distance
             self._velocities.clear()
             self.agreement = 0.0
         self._round = None
-        return weight, ended
+        seconds: list[float] | None = times.tolist() if shares_times else None
+        norms = sketches.norms() if sketches else NOT_MEASURED
+        return weight, EndedRound(seconds, mean_counts(counts, num_steps), norms)
 
-    def _send(self, exchange: Exchange, following: Exchange, *, shares_times: bool, goes_on: bool) -> float:
-        """Send how far this rank has moved, and begin the next round; returns its weight in the mean."""
-        assert self._round is not None, "no round"
-        counts, layout = self._round.counts, self.exchange.layout
-        together = (self.exchange.rank,) if layout is None else layout.inside
-        weight = sum(counts[rank] for rank in together) / sum(counts)
-        step = StepExchange(exchange, flushes=not keeps_residuals(exchange, following))
-        beside = [each.cells for each in self._sketches.sketches] if self._sketches else []
-        if shares_times:
-            seconds_per_sample = self._round.computed_s / max(self._round.num_timed, 1)
-            beside.append(self._slots.write_apart(seconds_per_sample).tensor)
-        if not exchange.outer_rate:
-            beside.append(torch.tensor([self.agreement if self.exchange.rank == 0 else 0.0]))
-        buckets: list[tuple[ModelExchange, FlatBucket, BucketView, Sent]] = []
-        own: list[float | Tensor] = []
-        for model, bucket in self._round.buckets:
-            model.begin(step)
-            view = bucket.moved(weight, goes_on=goes_on)
-            own.append(torch.dot(view.flat, view.flat) / weight if weight else 0.0)
-            buckets.append((model, bucket, view, model.send(view, () if buckets else beside)))
-        per_step = mean_counts(counts, self._num_steps)
-        is_whole = self._num_steps == exchange.every
-        self._in_flight = _Movements(buckets, own, shares_times, per_step, is_whole, self._sketches, beside)
-        self._round, self._num_steps, self._sketches = _Round(self._round.buckets, [0] * len(counts)), 0, None
-        return weight
-
-    def _receive(self, exchange: Exchange) -> EndedRound:
-        """Take the mean of what was sent."""
-        assert self._in_flight is not None, "nothing was sent"
-        sent, self._in_flight = self._in_flight, None
-        drift = RoundDrift(sent.own, [])
-        for *_, under_way in sent.buckets:
-            under_way.wait()
-        for numbers in sent.beside:
-            self.exchange.sum_shards(numbers)
-        agreed = 0.0 if exchange.outer_rate else sent.beside[-1].item()
-        dot = squares = 0.0
-        for model, bucket, view, _ in sent.buckets:
-            drift.mean.append(torch.dot(view.flat, view.flat))
-            if not sent.is_whole:
-                bucket.move(view.flat)
-                continue
+    def _move(
+        self, moved: Sequence[tuple[ModelExchange, FlatBucket, BucketView]], exchange: Exchange, agreement: float
+    ) -> None:
+        """Move the parameters from where the round began, by these mean movements or by the outer step."""
+        dot = squares = before = 0.0
+        for model, bucket, view in moved:
             velocity = self._velocities.setdefault(model, Residuals()).of(view) if exchange.outer_momentum else None
             if velocity is not None and not exchange.outer_rate:
                 dot += float(torch.dot(view.flat, velocity))
-                squares += float(torch.dot(velocity, velocity))
-            bucket.move(outer_step(exchange, view.flat, velocity, agreed))
-        if squares:
-            self.agreement = agreement_after(agreed, dot, sum(map(float, drift.mean)), squares)
-        if self.exchange.layout is not None:
-            moved = torch.tensor([sum(map(float, drift.mean))], dtype=torch.float64)
-            self.exchange.sum_shards(moved)
-            drift = RoundDrift(drift.own, [moved.item()])
-        if sent.shares_times:
-            self._slots.receive()
-        norms = sent.sketches.norms() if sent.sketches else NOT_MEASURED
-        return EndedRound(self._slots.take_seconds(), sent.counts, norms, drift)
+                squares += float(torch.dot(view.flat, view.flat))
+                before += float(torch.dot(velocity, velocity))
+            bucket.move(outer_step(exchange, view.flat, velocity, agreement))
+        if before:
+            self.agreement = agreement_after(agreement, dot, squares, before)
 
     def _average_optimizers(self, weight: float) -> None:
         """Average the state that any rank has, in the same order on all; counts become the largest one."""

@@ -183,8 +183,6 @@ def window_metrics(rows: Sequence[Row], totals: JobTotals, sizes: Sequence[int])
         found["accuracy"] = None if totals.num_correct is None else totals.num_correct / totals.num_samples
     if totals.noise is not None and totals.noise.squared_norm > 0:
         found["noise_scale"] = totals.noise.trace / totals.noise.squared_norm
-    if totals.drift is not None:
-        found["local_drift"] = totals.drift.ratio
     found.update(_by_rank("local_batch_size", sizes))
     for name in _TIMES:
         if name not in _NOT_SPLIT or all(row.rank.times_split for row in rows):

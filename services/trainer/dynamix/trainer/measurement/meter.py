@@ -14,14 +14,13 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from dynamix.schemas.messages import GradientNoise, JobTotals, ParameterDrift, RankRow, Summary
+from dynamix.schemas.messages import GradientNoise, JobTotals, RankRow, Summary
 from dynamix.trainer.arguments import checked
 from dynamix.trainer.data.plan import MicroBatch
 from dynamix.trainer.exchange.codec import CodedSquares
 from dynamix.trainer.gradient.clock import Clock, StepTimes
 from dynamix.trainer.gradient.hook import Reduction
 from dynamix.trainer.gradient.noise import NOT_MEASURED, NoiseSums, SquaredNorms
-from dynamix.trainer.local_steps import RoundDrift
 
 from .sockets import PeerSockets, ProcessIdentity, this_process
 
@@ -34,8 +33,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     noise: NoiseSums
     """The rank's part of the noise estimate."""
     held_out_accuracy: float | None
-    drift: tuple[float, float] = (0.0, 0.0)
-    """The rank's addend, and what all ranks know (`RoundDrift`); 0 without local steps."""
     learning_rate: float | None = None
     coded: CodedSquares = CodedSquares()
     """Squares of what codecs with loss should have sent and of what they sent."""
@@ -69,10 +66,7 @@ def job_totals(
 ) -> JobTotals:
     """Sums over all ranks, in rank order: the same numbers wherever they are computed."""
     ranks = [row.rank for row in rows]
-    drift, gradient_norm, coding_gain = None, None, None
-    own, moved = sum(row.drift[0] for row in rows), rows[0].drift[1]  # on mixed processors its last bits may differ
-    if 0.0 < moved < math.inf and own < math.inf:
-        drift = ParameterDrift(spread=max(own - moved, 0.0), moved=moved)
+    gradient_norm = coding_gain = None
     if noise is not None and global_batch_size > 0:
         squared = noise.squared_norm + noise.trace / global_batch_size  # E|g|^2 = |G_true|^2 + S / B
         gradient_norm = math.sqrt(squared) if 0 < squared < math.inf else None
@@ -88,7 +82,6 @@ def job_totals(
         num_correct=_total([each.num_correct for each in ranks]),
         time_s=max(each.data_time_s + each.compute_time_s + each.sync_time_s + each.update_time_s for each in ranks),
         noise=noise,
-        drift=drift,
         learning_rate=rows[0].learning_rate,
         gradient_norm=gradient_norm,
         coding_gain=coding_gain,
@@ -185,7 +178,6 @@ class RankMeter:
     _coded_before: CodedSquares = field(default=CodedSquares(), init=False)
     _data_digest: int = field(default=0, init=False)
     _batches: list[_Batch] = field(default_factory=list, init=False)
-    _drifts: list[RoundDrift] = field(default_factory=list, init=False)
 
     def record_batch(
         self,
@@ -193,14 +185,8 @@ class RankMeter:
         loss: Scalar | None,
         num_correct: Scalar | None,
         norms: SquaredNorms = NOT_MEASURED,
-        drift: RoundDrift | None = None,
     ) -> None:
-        """Record a batch: its loss as the user's criterion reduced it, `detached`. A dummy batch counts for nothing.
-
-        `drift` is how far the ranks came apart in a round of local steps, if one has ended.
-        """
-        if drift is not None:
-            self._drifts.append(drift)
+        """Record a batch: its loss as the user's criterion reduced it, `detached`. A dummy batch counts for nothing."""
         if batch.is_last and batch.plan.digest is not None:
             self._data_digest = zlib.crc32(batch.plan.digest.to_bytes(4), self._data_digest)
         if batch.weight == 0:
@@ -219,7 +205,6 @@ class RankMeter:
         """The row of the steps since the last call; `times` are theirs. A sum is unknown if one batch's part is."""
         taken_s, self._taken_s = self._taken_s, time.perf_counter()
         batches, self._batches = self._batches, []
-        drifts, self._drifts = self._drifts, []
         sockets, (link_bytes_per_s, link_peer) = self.sockets.read(), self.sockets.take_link()
         memory_bytes = memory_total_bytes = None  # on a CPU the collector reads it
         if self.device.type == "cuda":  # of the whole GPU, by other processes too
@@ -256,10 +241,6 @@ class RankMeter:
                 waiting_time_s=waiting_time_s,
             ),
             noise=noise,
-            drift=(
-                float(sum(_to_floats([value for each in drifts for value in each.own]))),
-                float(sum(_to_floats([value for each in drifts for value in each.mean]))),
-            ),
             held_out_accuracy=held_out_accuracy,
             learning_rate=self.learning_rate(),
             coded=self._coded_before.since(coded_before),

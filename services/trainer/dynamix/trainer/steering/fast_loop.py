@@ -1,14 +1,12 @@
 """The fast loop: a new split of the same global batch from every step's compute times. Pure.
 
-Every rank runs it on the same numbers and must come to the same sizes, on whatever machine. So it adds, multiplies,
-divides, compares and takes roots of single float64, which IEEE 754 defines to the last bit: no logarithm, no
-exponential, no sum whose order a compiler or a library chooses. Real training and virtual cluster share it.
+Every rank runs it on the same numbers and must come to the same sizes, on whatever machine. So it uses only operations
+on single float64 that IEEE 754 defines to the last bit: no logarithm, no sum whose order a library chooses.
 
 A rank's time for b samples is about c (K + b): its work once per step takes as long as K samples. K is fitted per rank
 from the times at different sizes (`FixedCost`); c is averaged over as many steps as its noise asks for (`RankRate`).
-A K that is too low cannot mislead: the only stable split is the one in which all ranks take equally long, and errors
-shrink with each split without changing sides. A K that is too high could make splits swing for ever, so it is dropped
-when a sample costs clearly more on a larger size, or less on a smaller one.
+A K that is too low cannot mislead: errors shrink with each split. One that is too high could make splits swing for
+ever, so it is dropped when a sample costs clearly more on a larger size, or less on a smaller one.
 """
 
 import math
@@ -20,14 +18,14 @@ from dynamix.schemas.apportion import divide_by_time
 from dynamix.schemas.messages.allocation import Allocation
 from dynamix.trainer.data.plan import Schedule
 
-PRECISION = 0.01
-"""Relative error of a rate that is small enough: the average is as short as that allows."""
+PRECISION_2 = 0.01 * 0.01
+"""Square of the relative error of a rate that is small enough: the average is as short as that allows."""
 
 SHORTEST, LONGEST = 0.3, 1 / 64
 """Weights of the newest measurement between which the average is as short as that."""
 
-LEAST_NOISE = 0.08
-"""Deviations are judged as if the noise were never below it."""
+LEAST_NOISE_2 = 0.08 * 0.08
+"""Deviations are judged as if the square of the noise were never below it."""
 
 OUTLIER = 2.5
 """Noises by which a measurement must be off to be an outlier, or a change that two in a row show."""
@@ -35,7 +33,7 @@ OUTLIER = 2.5
 ALLOWANCE, EVIDENCE = 0.5, 8.0
 """In standard deviations of the noise: deduction from each deviation, and the sum that counts as a change."""
 
-FIRST_NOISE = 0.02
+FIRST_NOISE_2 = 0.02 * 0.02
 """Taken for granted before any was measured."""
 
 NOISE_WINDOW = 16
@@ -59,32 +57,27 @@ MIN_EXPLAINED = 0.5
 MAX_FIXED = 16
 """Largest fixed cost, in mean sizes of all ranks; larger ones cannot be told from noise."""
 
-MOST_NOISE = 0.3
+MOST_NOISE_2 = 0.3 * 0.3
 """Above it times tell nothing of fixed costs: a line through them would be one through noise."""
 
 SAME = 0.2
 """Relative distance below which a time is the one from before a slowdown."""
 
 
-PRECISION_2, LEAST_NOISE_2, MOST_NOISE_2 = PRECISION * PRECISION, LEAST_NOISE * LEAST_NOISE, MOST_NOISE * MOST_NOISE
-"""Every step takes the squares of every rank."""
-
-
 @dataclass(slots=True)
 class RankRate:
     """Seconds per sample of one rank.
 
-    A measurement x is off the average m by 2 (x - m) / (x + m), which is near log(x / m). The noise is how far a
-    measurement is off the one before it, which a lasting change spoils only once. A measurement that is off by more
-    than `OUTLIER` noises leaves the average as it is; a second one in a row to the same side is a change, and the
-    average becomes that measurement. One outlier, a page fault or the short tail of an epoch, therefore moves nothing,
-    and a lasting change costs one step more. Smaller deviations are summed up while they are to one side (a CUSUM
-    chart): beyond `EVIDENCE` all since the sum was zero are the new average.
+    A measurement x is off the average m by 2 (x - m) / (x + m), near log(x / m). The noise is how far a measurement is
+    off the one before it, which a lasting change spoils only once. One that is off by more than `OUTLIER` noises (a
+    page fault, the short tail of an epoch) moves nothing; a second one in a row to the same side is a change, and the
+    new average. Smaller deviations are summed up while they are to one side (a CUSUM chart): beyond `EVIDENCE` all
+    since the sum was zero are the new average.
     """
 
     value: float = 0.0
     """0: never measured."""
-    noise_2: float = FIRST_NOISE * FIRST_NOISE
+    noise_2: float = FIRST_NOISE_2
     """Square of the noise, relative."""
     _number: float = 0.0
     """Measurements since the last change."""
@@ -464,7 +457,7 @@ class FastLoop:
         may_settle = self._num_kept % SETTLE_STEPS == 0 and any(self.filter.fixed)
         if not (may_be_faster or may_settle):
             return None
-        proposed = self._divide(sum(sizes), rates)
+        proposed = self.divide(sizes)
         is_faster = may_be_faster and max(self._times_s(proposed, rates)) < enough
         is_far = may_settle and any(
             abs(size - new) > FAR * size + 1.0 for size, new in zip(sizes, proposed, strict=True)
@@ -475,19 +468,17 @@ class FastLoop:
         return proposed
 
     def divide(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """The first split of a global batch that was decided as `sizes`; `sizes` until a rate is known."""
-        rates = self.filter.rates
-        return tuple(sizes) if rates is None else self._divide(sum(sizes), rates)
+        """The split of a global batch that was decided as `sizes`; `sizes` until a rate is known.
 
-    def _divide(self, total: int, rates: Sequence[float]) -> tuple[int, ...]:
-        """Every rank gets a sample where there are enough: one that had none would never be measured again.
-
-        A saturation needs no fit here: below it a rank takes as long with fewer samples, so that it has few, and the
-        others have as many as they can take in that time. The step is as short as it can be.
+        A saturation needs no fit: below it a rank takes as long with fewer samples, so that it has few, and the others
+        have as many as they can take in that time.
         """
+        rates, total = self.filter.rates, sum(sizes)
+        if rates is None:
+            return tuple(sizes)
         fewest, fixed = self._min_local_batch_size, self.filter.fixed
         if fewest == 0 and total >= len(rates):
-            fewest = 1
+            fewest = 1  # a rank that had none would never be measured again
         lower = [min(fewest, most) for most in self.upper]
         return divide_by_time(
             *(total, [1.0 / rate for rate in rates], lower, self.upper), fixed=fixed, saturations=(0,) * len(rates)

@@ -1,13 +1,10 @@
 """The field: the traces of all agents of a job, and the sizes that follow from them. Pure, and equal on all ranks.
 
-Under the policy `stigmergy` no centre decides. Once per window the ranks of each node add the newest trace that they
-have of their own agent to one sum over all ranks: so all have the same field, to the bit, and come to the same sizes by
-the same arithmetic. As in `tracking` it adds, multiplies, divides and compares single float64, in a fixed order.
-
-A trace loses the share `evaporation` of its strength in each window in which no newer one comes. The global batch is
-the mean appetite of all cells, weighted by strength: that of agents that died fades away. Its division is by activity,
-which is a ratio and does not weaken; once such a trace has gone, its ranks keep the share that they have. Without any
-trace nothing changes.
+Under the policy `stigmergy` no centre decides. Once per window the ranks of each node add the newest trace of their own
+agent to one sum over all ranks: so all have the same field, to the bit, and come to the same sizes by the same
+arithmetic (as in `fast_loop`). A trace loses the share `evaporation` of its strength in each window in which no newer
+one comes. The global batch is the mean appetite of all cells, weighted by strength. Its division is by activity, which
+does not weaken; once such a trace has gone, its ranks keep the share that they have.
 """
 
 import math
