@@ -32,6 +32,7 @@ def row(**changes: Any) -> Row:
         "times_split": True,
         "link_bytes_per_s": 15.0,
         "link_peer": 16,
+        "waiting_time_s": 0.25,
     }
     beside: dict[str, Any] = {
         "noise": NoiseSums(2, 1.0, 2.0, 3.0, 4.0),
