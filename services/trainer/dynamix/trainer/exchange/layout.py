@@ -30,6 +30,8 @@ class Layout(NamedTuple):
     peers: tuple[int, ...] = ()
     """The ranks that hold the same shard of every copy, this one among them; empty unless we sum them."""
     peer_group: dist.ProcessGroup | None = None
+    columns: Sequence[tuple[int, ...]] = ()
+    """The peers of every shard."""
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> Self | str:
@@ -94,12 +96,12 @@ class Layout(NamedTuple):
             )
         whole: Any = dist.group.WORLD
         columns = list(zip(*copies, strict=True))
-        groups = [dist.new_group(list(each), backend="gloo", timeout=timeout_of(whole)) for each in columns]
-        place = self.inside.index(dist.get_rank())
+        group: Any = dist.new_subgroups_by_enumeration(columns, backend="gloo", timeout=timeout_of(whole))[0]
+        peers = columns[self.inside.index(dist.get_rank())]
         for each in (*model.parameters(), *model.buffers()):
             if (part := local(each.detach())).numel():
-                dist.broadcast(part, columns[place][0], group=groups[place])
-        return self._replace(peers=columns[place], peer_group=groups[place])
+                dist.broadcast(part, peers[0], group=group)
+        return self._replace(peers=peers, peer_group=group, columns=columns)
 
 
 def _only_loss(model: torch.nn.Module, groups: Mapping[Any, Any], loose: Sequence[str]) -> str:
