@@ -59,7 +59,8 @@ def main(group: str, lighthouse: str, num_epochs: str, policy: str, dies_in: str
     data = DataLoader(dataset, batch_size=1, shuffle=True)
     options: dict[str, Any] = {"policy": policy, "global_batch": "adaptive" if policy == "rule" else "fixed"}
     options |= {"base_global_batch_size": GLOBAL_BATCH_SIZE, "learning_rate_rule": "none", "window_steps": 5}
-    session, loader = attach(model, optimizer, data, manager=manager, noise_every=1, **options)
+    models = [model[:2], model[2:]] if policy == "rule" else model
+    session, loader = attach(models, optimizer, data, manager=manager, noise_every=1, **options)
     for epoch in session.epochs(int(num_epochs)):
         for features, targets, indices in loader:
             attempt, sizes = [session.generation, session.step_index], session.local_batch_sizes
