@@ -96,12 +96,12 @@ class Layout(NamedTuple):
             )
         whole: Any = dist.group.WORLD
         columns = list(zip(*copies, strict=True))
-        group: Any = dist.new_subgroups_by_enumeration(columns, backend="gloo", timeout=timeout_of(whole))[0]
-        peers = columns[self.inside.index(dist.get_rank())]
+        groups = [dist.new_group(list(each), backend="gloo", timeout=timeout_of(whole)) for each in columns]
+        place = self.inside.index(dist.get_rank())
         for each in (*model.parameters(), *model.buffers()):
             if (part := local(each.detach())).numel():
-                dist.broadcast(part, peers[0], group=group)
-        return self._replace(peers=peers, peer_group=group, columns=columns)
+                dist.broadcast(part, columns[place][0], group=groups[place])
+        return self._replace(peers=columns[place], peer_group=groups[place], columns=columns)
 
 
 def _only_loss(model: torch.nn.Module, groups: Mapping[Any, Any], loose: Sequence[str]) -> str:

@@ -394,11 +394,9 @@ class Pipeline:
         Raises:
             RuntimeError: when a server cannot be reached, or does not join.
         """
-        made: dict[str, Any] = {"backend": "gloo", "timeout": timeout}
-        groups = [
-            dist.new_subgroups_by_enumeration(columns, **made)[0] if columns else dist.new_group(**made)
-            for _ in range(2)
-        ]
+        make: Any = dist.new_subgroups_by_enumeration  # without types in torch
+        columns = columns or [tuple(range(dist.get_world_size()))]
+        groups = [make(columns, timeout, "gloo")[0] for _ in range(2)]
         served: list[ServedGroup] | list[None] = [None, None]
         if servers is not None and servers.addresses:
             served = servers.join(groups[0], timeout)
