@@ -55,6 +55,9 @@ from bench.harness import (
 from bench.hosts import Hosts, HostsError, Link, Namespace, end_of
 from bench.others import OTHERS
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -95,6 +98,8 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True):
     """An arm above it whose best size this one begins with."""
     by_node: bool = False
     """Whether the ranks of a host sum gradients first."""
+    sharded: bool = False
+    """Whether they share one copy of the model (HSDP)."""
     package: str = ""
     """The package that it needs beside torch, from `make others`; such an arm runs only if it is named."""
     program: str = ""
@@ -131,6 +136,8 @@ ARMS: dict[str, Arm] = {
     "rule-local": Arm(options=_steered("rule", exchange="local")),
     "split-nodes": Arm(options=_steered("split", **_FIXED), by_node=True),
     "rule-nodes-local": Arm(options=_steered("rule", exchange="local"), by_node=True),
+    "hsdp": Arm(sharded=True),
+    "rule-hsdp-local": Arm(options=_steered("rule", exchange="local"), sharded=True),
     "adaptdl": Arm(
         options=_steered("adaptdl"), package="adaptdl", tried=tuple({"local_batch_size": one} for one in (32, 16, 64))
     ),
@@ -336,12 +343,19 @@ class Rank:
         self._trained_s, self._due_s, self._step_s = 0.0, place.wanted.grid_s, 0.0
 
     def made_model(
-        self, learning_rate: float, wrapped: Callable[[nn.Module], Any] = DistributedDataParallel
+        self, learning_rate: float, wrapped: Callable[[nn.Module], Any] | None = None
     ) -> tuple[Any, torch.optim.Optimizer]:
-        """The model under DDP, and SGD with momentum; equal for equal seeds."""
+        """The model under DDP or HSDP, and SGD with momentum; equal for equal seeds."""
         torch.manual_seed(self.place.wanted.seed)
+        wrapped = wrapped or (self._sharded if self.place.wanted.arm.sharded else DistributedDataParallel)
         model = wrapped(self._workload.model())
         return model, make_optimizer("sgd", model.parameters(), learning_rate)
+
+    def _sharded(self, model: nn.Module) -> Any:
+        """A copy on each host; without a session torch itself sums the copies."""
+        wanted, num_ranks = self.place.wanted, self.place.wanted.case.ranks_per_host
+        mesh = init_device_mesh("cpu", (self.place.world_size // num_ranks, num_ranks), mesh_dim_names=("host", "rank"))
+        return fully_shard(model, mesh=mesh if wanted.arm.options is None else mesh["rank"])
 
     def train_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor) -> Tensor:
         """Train on a batch; returns its loss."""
@@ -371,7 +385,8 @@ class Rank:
             self._trained_s += time.perf_counter() - self._resumed_s
             while self._due_s <= self._trained_s:
                 self._due_s += self.place.wanted.grid_s
-            parameters = nn.utils.parameters_to_vector(model.parameters()).detach()
+            whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in model.parameters()]
+            parameters = nn.utils.parameters_to_vector(whole).detach()
             if self.is_local:  # between two averagings each rank has its own
                 dist.all_reduce(parameters)
                 parameters /= self.place.world_size

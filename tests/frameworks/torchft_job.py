@@ -32,8 +32,8 @@ def say(facts: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def main(group: str, lighthouse: str, num_epochs: str, dies: str) -> None:
-    """Train one group, which may die within its fifth step among three."""
+def main(group: str, lighthouse: str, num_epochs: str, policy: str, dies_in: str) -> None:
+    """Train one group, which dies within that step among three; 0 for never."""
     num_full = 0
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun has one
     dataset, model, optimizer = made_model()
@@ -57,22 +57,27 @@ def main(group: str, lighthouse: str, num_epochs: str, dies: str) -> None:
         hostname="127.0.0.1",
     )
     data = DataLoader(dataset, batch_size=1, shuffle=True)
-    session, loader = attach(model, optimizer, data, manager=manager, base_global_batch_size=GLOBAL_BATCH_SIZE)
+    options: dict[str, Any] = {"policy": policy, "global_batch": "adaptive" if policy == "rule" else "fixed"}
+    options |= {"base_global_batch_size": GLOBAL_BATCH_SIZE, "learning_rate_rule": "none", "window_steps": 5}
+    models = [model[:2], model[2:]] if policy == "rule" else model
+    session, loader = attach(models, optimizer, data, manager=manager, noise_every=1, **options)
     for epoch in session.epochs(int(num_epochs)):
         for features, targets, indices in loader:
             attempt, sizes = [session.generation, session.step_index], session.local_batch_sizes
             say({"drawn": attempt, "epoch": epoch, "samples": indices.tolist()})  # nobody sums what was not said
             num_full += len(sizes) == 3
-            if dies == "dies" and num_full == 5:
+            if 0 < num_full == int(dies_in):
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(0.2 if len(sizes) == 2 else 0.002)  # until the third one is back
+            time.sleep(0.03 + 0.001 * len(features) if policy == "rule" else 0.0)  # so that larger steps are worth it
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(model(features), targets).backward()
             if manager.should_commit():
                 optimizer.step()
-                say({"committed": attempt, "num_groups": len(sizes), "batch": sum(sizes)})
+                say({"committed": attempt, "sizes": sizes})
     session.close()
-    end = {"repeated": session.num_repeated_steps, "noise_windows": session.state_dict()["noise"][2]}
+    end = {"repeated": session.num_repeated_steps, "windows": session.window}
+    end |= {"noise_windows": session.state_dict()["noise"][2]}
     say(end | {"parameters": [each.tolist() for each in model.parameters()]})
     manager.shutdown(wait=False)
 

@@ -15,8 +15,10 @@ from tests.support import examples
 from tests.support.brokers import ConfiguredServer, until
 from tests.support.bus_watch import stored_job, stored_messages
 from tests.support.control_plane import NODE, ControlPlane, control_plane
-from tests.support.ranks import START, run_ranks
+from tests.support.loops import gathered, relative_error, whole_gradient
+from tests.support.ranks import START, each_case, run_ranks
 from tests.support.training import Numbered, begin_job, flat_parameters, gather, train_step
+from tests.users.test_shards import LAYOUTS, sharded
 from torch import nn
 
 from dynamix.cli.services import ServiceProcess, bus_environment
@@ -27,7 +29,7 @@ from dynamix.schemas.chain import seal
 from dynamix.schemas.codec import decode, encode
 from dynamix.schemas.messages import Action, Applied, Dead, Report
 from dynamix.schemas.messages.allocation import Allocation
-from dynamix.schemas.streams import REPORTS
+from dynamix.schemas.streams import FEED, REPORTS
 from dynamix.trainer import Session
 from dynamix.trainer.bus_client.client import BusClient
 from dynamix.trainer.loggers import Metrics
@@ -317,6 +319,37 @@ async def _until(windows: AsyncIterator[WholeWindow], reached: Callable[[WholeWi
             if reached(window):
                 return seen
     raise AssertionError("the consumer ended")
+
+
+def _train_shards(rank: int, layout: str) -> dict[str, Any]:
+    """Train a sharded model until `rule` has moved the global batch twice; errors of each step's gradient."""
+    os.environ.update({"DYNAMIX_NODE": NODES[rank // 2], "DYNAMIX_JOB": layout.replace(" ", "-")})
+    data, sizes, errors = Numbered(20_000), [], []
+    options: dict[str, Any] = {"policy": "rule", "rate": 0.0, "window_steps": 5, "noise_every": 1, "connect": None}
+    session, model, optimizer = begin_job(data, sharded(layout), **options)
+    with session:
+        for batch in session.loader:
+            sizes.append(session.local_batch_sizes)
+            used = train_step(session, model, optimizer, batch, lambda _, samples: time.sleep(0.01 + 0.001 * samples))
+            found = torch.cat([each.grad.full_tensor().flatten() for each in model.parameters()])
+            errors.append(relative_error(found, whole_gradient(data, gathered(used))))
+            if len({*map(sum, sizes)}) == 3:
+                return {"sizes": sizes, "errors": errors}
+    raise AssertionError("never steered")
+
+
+async def test_shards_adopt_a_decision_at_one_step_and_keep_the_gradient_of_one_big_batch() -> None:
+    async with control_plane("arbitrator") as plane:
+        _start_agents(plane)
+        cases = [(layout,) for layout in LAYOUTS]
+        found = await asyncio.to_thread(run_ranks, each_case, 4, _train_shards, cases, environ=plane.environ)
+        for layout, (first, *others) in zip(LAYOUTS, zip(*found, strict=True), strict=True):
+            applied: list[Any] = await plane.messages(FEED.name, subjects.of("applied", layout.replace(" ", "-")))
+            totals = [*map(sum, first["sizes"])]
+            moved = {step: size for step, size in enumerate(totals) if step and size != totals[step - 1]}
+            assert moved.items() <= {each.effective_step: sum(each.local_batch_sizes) for each in applied}.items()
+            assert [each["sizes"] for each in others] == [first["sizes"]] * 3
+            assert max(first["errors"]) < 1e-12
 
 
 def _start_agents(plane: ControlPlane) -> dict[str, ServiceProcess]:

@@ -1,5 +1,7 @@
 """Sharded models: two nodes of two ranks train as one big batch does, whatever the sizes, the codec and the period."""
 
+import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +34,18 @@ SHARES = (1.0, 0.0, 3.0, 2.0)
 LAYOUTS = ("all ranks", "two dimensions", "nodes")
 
 
+@cache
+def _meshes() -> dict[str, Any]:
+    """Made once in a process: one more would give groups that a second session makes other names."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "shard"))
+    return {"all ranks": init_device_mesh("cpu", (4,)), "two dimensions": mesh, "nodes": mesh["shard"]}
+
+
 def sharded(layout: str, dtype: torch.dtype = torch.float64) -> Any:
     """A model over all ranks, or with a copy on each node that FSDP2 sums itself, or that the session sums."""
     model = make_model(dtype)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "shard"))
-    meshes = {"all ranks": init_device_mesh("cpu", (4,)), "two dimensions": mesh, "nodes": mesh["shard"]}
     for part in (model[0], model[2], model):
-        fully_shard(part, mesh=meshes[layout])
+        fully_shard(part, mesh=_meshes()[layout])
     return model
 
 
@@ -167,6 +174,7 @@ def _resumed(rank: int, layout: str, directory: str, first: int, last: int) -> t
     )
     if first:
         session.load_state_dict(torch.load(own, weights_only=True))
+    time.sleep(0.2 * (rank == 0))  # the others must not look for it where the session before this one was
     for batch in session.loader:
         train_step(session, model, optimizer, batch)
         if session.step_index == last:

@@ -181,7 +181,7 @@ def attach(
             divide the global batch by their measured speeds from the first step on, with or without a bus; under
             `static` nothing changes.
         policy_options: options of the policy: numbers, or names (`codec`, `route`).
-        manager: torchft's `Manager`, whose replica groups may come and go: each is one process with the plain model.
+        manager: torchft's `Manager`, whose replica groups may come and go: each is one process with plain models.
             Name `base_global_batch_size`, and call `optimizer.step()` only if `manager.should_commit()`.
         seed: beside a data set or of a stream, random seed of the order of the samples. Default: 0.
         shuffle: beside a data set, False uses the samples in its order.

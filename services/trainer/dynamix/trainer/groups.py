@@ -181,9 +181,7 @@ class Groups:
     def choose(self, peers: list[Peer]) -> None:
         """Choose the state to go on from, that with most steps of the lowest rank, and tell its job and generation."""
         held = [peer.held for peer in peers if peer.held is not None]
-        best = max(held, key=lambda each: each[0]["position"]["step"], default=None)
-        before: Sequence[Any] = () if best is None else best[1]
-        self.state = None if best is None else best[0]
+        self.state, before = max(held, key=lambda each: each[0]["position"]["step"], default=(None, []))
         self.members = [(peer.node, peer.process) for peer in peers]
         self.known = [before.index(each) if each in before else None for each in self.members]
         if self.state is not None:

@@ -42,7 +42,6 @@ from dynamix.trainer.gradient.noise import NoiseAverage, is_measured
 from dynamix.trainer.job.identity import Attempt, generation_after, lower_cap, merge_caps
 from dynamix.trainer.local_steps import LocalSteps
 from dynamix.trainer.measurement.meter import Scalar, detached
-from dynamix.trainer.steering.fast_loop import RateFilter
 from dynamix.trainer.steering.run import Run, reason_after
 from dynamix.trainer.steering.steering import Steering
 
@@ -329,9 +328,9 @@ class Session:
             return
         position, known = Position(**state["position"]), groups.known
         run.noise, run.num_epochs = NoiseAverage(*state["noise"]), state["num_epochs"]
-        (speeds, _, longest_s), fresh = state["fast_loop"], RateFilter(1).state
-        pairs = zip(speeds, fresh, strict=True)
-        of_ranks = [[new[0] if n is None else old[n] for n in known] for old, new in pairs]
+        speeds, _, longest_s = state["fast_loop"]
+        slowest = speeds[0].index(max(speeds[0]))  # whose rate and fixed costs a newcomer has, until it is measured
+        of_ranks = [[each[slowest if n is None else n] for n in known] for each in speeds]
         run.fast_loop.restore([of_ranks, 0, longest_s])
         newest = msgspec.convert(state["schedule"][-1][1:], Allocation)
         sizes, caps = newest.local_batch_sizes, run.identity.max_local_batch_sizes

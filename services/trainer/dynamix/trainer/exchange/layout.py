@@ -30,6 +30,8 @@ class Layout(NamedTuple):
     peers: tuple[int, ...] = ()
     """The ranks that hold the same shard of every copy, this one among them; empty unless we sum them."""
     peer_group: dist.ProcessGroup | None = None
+    columns: Sequence[tuple[int, ...]] = ()
+    """The peers of every shard."""
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> Self | str:
@@ -100,7 +102,7 @@ class Layout(NamedTuple):
         for each in (*model.parameters(), *model.buffers()):
             if (part := local(each.detach())).numel():
                 dist.broadcast(part, peers[0], group=group)
-        return self._replace(peers=peers, peer_group=group)
+        return self._replace(peers=peers, peer_group=group, columns=columns)
 
 
 def _only_loss(model: torch.nn.Module, groups: Mapping[Any, Any], loose: Sequence[str]) -> str:

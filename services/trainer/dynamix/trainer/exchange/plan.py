@@ -210,9 +210,8 @@ class ExchangePlan:
     def pipeline(self) -> "Pipeline":
         """The pipeline of collectives; the first call makes it, a collective."""
         if self._pipeline is None:
-            self._pipeline = Pipeline(
-                self._timeout, self._servers, self.nodes, self.layout.peers if self.layout else ()
-            )
+            columns = self.layout.columns if self.layout else ()
+            self._pipeline = Pipeline(self._timeout, self._servers, self.nodes, columns)
             self.on_connect()
         return self._pipeline
 
@@ -388,15 +387,16 @@ class Pipeline:
         timeout: timedelta | None = None,
         servers: GradientServers | None = None,
         nodes: Nodes | None = None,
-        peers: tuple[int, ...] = (),
+        columns: Sequence[tuple[int, ...]] = (),
     ) -> None:
-        """A collective call; `timeout` is that of the groups, torch's own when not given; of all ranks, or of `peers`.
+        """A collective call of all ranks; `timeout` is that of the groups: of all ranks, or one for each of `columns`.
 
         Raises:
             RuntimeError: when a server cannot be reached, or does not join.
         """
-        whose: dict[str, Any] = {"ranks": list(peers), "use_local_synchronization": True} if peers else {}
-        groups = [dist.new_group(backend="gloo", timeout=timeout, **whose) for _ in range(2)]
+        make: Any = dist.new_subgroups_by_enumeration  # without types in torch
+        columns = columns or [tuple(range(dist.get_world_size()))]
+        groups = [make(columns, timeout, "gloo")[0] for _ in range(2)]
         served: list[ServedGroup] | list[None] = [None, None]
         if servers is not None and servers.addresses:
             served = servers.join(groups[0], timeout)
