@@ -35,7 +35,7 @@ def begun_exchange(
     """
     if not rates or len(exposed_s) < NUM_TIMED:
         return None
-    least_s = min(exposed_s)
+    least_s = max(min(exposed_s), 0.0)
     compute_s = options.base_global_batch_size / math.fsum(1.0 / rate for rate in rates)  # once sizes are divided
     if least_s <= EXPOSED * (compute_s + least_s):
         return None
