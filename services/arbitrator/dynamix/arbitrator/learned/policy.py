@@ -13,7 +13,7 @@ What `levers` sees is free of scale, and has a history of windows. Inputs and ef
 per job, so that a simulator of many jobs (`lab.learning.surrogate`) shares them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import msgspec
@@ -41,14 +41,10 @@ from dynamix.schemas.policies import VERSION, VERSION_OPTION, Options, switch, t
 from .policy_file import (
     ActionSetName,
     Choices,
-    Forward,
-    Normalisation,
+    Network,
     PolicyFile,
     PolicyFileError,
     PolicyMetadata,
-    likeliest,
-    of_levers,
-    sample,
 )
 
 Columns = Mapping[str, Array64]
@@ -303,10 +299,10 @@ class JobLevers:
         return np.array([kept if fits else (0, 0, 0)], dtype=np.int64)
 
 
-def facts_of(jobs: list[Job], num_windows: Array64) -> Columns:
-    """What `lever_inputs` and `Levers.moved` need to know of jobs beside what their windows show."""
+def facts_of(jobs: Sequence[Any], num_windows: Array64) -> Columns:
+    """What `lever_inputs` and `Levers.moved` need to know of jobs, or scenarios, beside what their windows show."""
 
-    def of(number: Callable[[Job], float]) -> Array64:
+    def of(number: Callable[[Any], float]) -> Array64:
         return np.array([float(number(job)) for job in jobs])
 
     return {
@@ -372,22 +368,18 @@ class LearnedPolicy:
         self.digest = bytes.fromhex(file.digest)
         self.action_set = action_set_of(file.metadata)
         self.options: Options = {**OPTIONS, **self.action_set.options}
-        self._actions = file.metadata.actions
-        self._forward = Forward(file.tensors, len(file.metadata.settings.hidden_sizes))
-        self._normalisation = Normalisation.of_tensors(file.tensors)
+        self._network = Network(file)
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:
         """The network's choice in this situation."""
         situation = self.action_set.situation(job, window, obs_WF, global_F, carry)
-        inputs = self._normalisation.applied(situation.inputs_DI)
-        logits = of_levers(self._forward.logits(inputs), self._actions)
-        if option(self.options, job, "explore") != 1:
-            decision = situation.decide(likeliest(logits))
+        explores = option(self.options, job, "explore") == 1
+        random = keyed_generator(job, window, "explore:") if explores else None
+        choices_DL, logprobs_D, values_D = self._network.choose(situation.inputs_DI, random)
+        decision = situation.decide(choices_DL)
+        if not explores:
             return decision._replace(reason=decision.reason or "the network's likeliest action")
-        draws = keyed_generator(job, window, "explore:").random((len(inputs), len(logits)))
-        choices_DL, logprobs_D = sample(logits, draws)
-        values_D = self._forward.values(inputs)
-        return situation.decide(choices_DL)._replace(
+        return decision._replace(
             logprobs=tuple(logprobs_D.tolist()),
             values=tuple(values_D.tolist()),
             reason="drawn from the network's actions, to learn",
