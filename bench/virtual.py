@@ -377,9 +377,12 @@ class Laboratory:
         num_samples: int = 0,
     ) -> OutcomeTable:
         """Run rows in scenarios under all seeds, to a number of samples if one is given."""
-        files = {policy: [run.path for run in runs] for policy, runs in learned.items()}
+        files = {policy: tuple(run.path for run in runs) for policy, runs in learned.items()}
         suite = Suite(name="results", scenarios=tuple(scenarios))
-        rows = parse_rows(",".join(map(_row_text, labels)), files)
+        rows = [
+            msgspec.structs.replace(row, files=files.get(row.policy, ()))
+            for row in parse_rows(",".join(map(_row_text, labels)))
+        ]
         cells = plan(suite, rows, range(self.scale.num_seeds), tuned or self._tuned)
         line = ProgressLine(30.0)
 

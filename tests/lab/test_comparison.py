@@ -11,7 +11,7 @@ from tests.support.learned import policy_file
 from tests.support.small_suites import made_up, tuned_for, write_suite
 
 from dynamix.lab.comparison import verdict
-from dynamix.lab.comparison.rows import parse_rows, with_references
+from dynamix.lab.comparison.rows import make_row, parse_rows, with_references
 from dynamix.lab.comparison.runs import Ledger, RunTask, fill, plan
 from dynamix.lab.comparison.verdict import OutcomeTable, Verdict, VerdictRow, judge, note_on
 from dynamix.lab.simulator.scenario import Suite, suite_named
@@ -98,7 +98,7 @@ def test_a_policy_that_learned_on_the_suites_scenarios_is_marked_and_on_others_o
     known, other = train.scenarios[:2]
     path = tmp_path / "mine.safetensors"
     path.write_bytes(policy_file(scenarios=(known.name, other.name)).to_bytes())
-    (row,) = parse_rows("mine", {"mine": [str(path)]})
+    (row,) = parse_rows(f"mine:files={path}")
     changed = msgspec.structs.replace(other, learning_rate=0.5)
     suite = Suite(name="mixture", scenarios=(known, changed))
     assert note_on(row, suite) == f"learned on scenarios of this suite: {known.name}"
@@ -132,7 +132,7 @@ def test_each_scenario_seed_meets_one_policy_seed_in_turn(suite: Suite, tmp_path
     files = [tmp_path / f"mine-{number}.safetensors" for number in range(3)]
     for number, file in enumerate(files):
         file.write_bytes(bytes([number]))
-    rows = parse_rows("mine,static", {"mine": [str(file) for file in files]})
+    rows = [make_row({"policy": "mine", "files": [str(file) for file in files]}), *parse_rows("static")]
     cells = plan(suite, rows, range(4), TUNED)
     assert [(cell.task.seed, cell.policy_seed) for cell in cells if cell.label == "mine"] == [
         (seed, seed % 3) for seed in range(4) for _ in suite.scenarios

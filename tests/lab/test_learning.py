@@ -74,8 +74,8 @@ def test_deltas_are_learned_by_the_published_reward_and_the_simplified_objective
     settings = msgspec.structs.replace(learning.SETTINGS, objective="simplified")
     plan = learning.plan("ppo-paper", formula=None, weights=Weights(), settings=settings)
     result = learn(plan, num_workers=1)
-    assert result.history[0].num_decisions % 4 == 0
-    assert result.history[0].explained_variance is None
+    assert result.history[0].stats.num_decisions % 4 == 0
+    assert result.history[0].stats.explained_variance is None
     metadata = result.file.metadata
     assert (metadata.action_set, metadata.reward_formula) == ("deltas", "auto")
 

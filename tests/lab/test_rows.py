@@ -161,11 +161,11 @@ def test_every_file_of_a_learned_policy_is_a_policy_seed_known_by_its_content(tm
     files = [tmp_path / f"mine-{number}.safetensors" for number in range(3)]
     for file, content in zip(files, (b"\0", b"\1", b"\0"), strict=True):
         file.write_bytes(content)
-    (mine,) = parse_rows("mine", {"mine": list(map(str, files))})
+    mine = make_row({"policy": "mine", "files": list(map(str, files))})
     first, second, again = mine.settings("mixed", Tuned())
     assert first.identity()["policy_digest"] == "6e340b9cffb37a989ca544e6bb780a2c78901d3fb33738768511a30617afa01d"
     assert first.identity() == again.identity() != second.identity()
-    (missing,) = parse_rows("mine", {"mine": ["/nowhere/x.safetensors"]})
+    (missing,) = parse_rows("mine:files=/nowhere/x.safetensors")
     with pytest.raises(ValueError, match=r"/nowhere/x\.safetensors: No such file"):
         missing.settings("mixed", Tuned())
 

@@ -71,7 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
             left_s = each_s * (plan.num_updates - update.update)
             print(
                 f"update {update.update}/{plan.num_updates}  return {update.mean_return:+.3f}  "
-                f"entropy {update.entropy:.2f}  kl {update.approx_kl:.4f}{validated}  {left_s / 60:.0f} min left",
+                f"entropy {update.stats.entropy:.2f}  kl {update.stats.approx_kl:.4f}{validated}  "
+                f"{left_s / 60:.0f} min left",
                 *(f"  {finding.signature}: {finding.explanation}" for finding in begun),
                 sep="\n",
                 file=sys.stderr,

@@ -2,7 +2,7 @@
 
 Always shown: best static (its size chosen on train scenarios), random, goodput, the default and the learned policies.
 Other rows come from a TOML file (--rows, see scenarios/rows) or a list (--policies): policies by name, with options or
-keys of a row after a colon, for example goodput:track=1 or static:track=1,local_batch_size=128.
+keys of a row after a colon, for example goodput:track=1 or mine:files=mine.safetensors.
 rule:learning_rate_factor=best is the best of the learning rates times 0.5, 1 and 2; oracle is the best constant global
 batch, divided by the speeds of every step. With --exchange local every job permits lossy codecs and local steps;
 rule:exchange=exact is a row without them. Interrupted, it shows the finished runs; run the same command again to
@@ -16,7 +16,6 @@ import argparse
 from dynamix.cli.arguments import (
     add_data_argument,
     add_json_argument,
-    add_list,
     add_option,
     add_output_argument,
     output_path,
@@ -42,8 +41,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         rows, "--policies", POLICIES, "policies to compare, NAME[:KEY=VALUE,...], separated by commas", metavar="LIST"
     )
     rows.add_argument("--rows", metavar="FILE", help="a TOML file with a table [[row]] for each policy")
-    what = "files of a learned policy, one per policy seed; may be repeated"
-    add_list(parser, "--policy-file", "NAME=PATH[,PATH...]", what)
     add_option(parser, "--seeds", 12, "scenario seeds, from 0")
     parser.add_argument(
         "--exchange",

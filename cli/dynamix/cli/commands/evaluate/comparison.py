@@ -58,7 +58,6 @@ def evaluate(arguments: argparse.Namespace) -> int:
     exit_code = 0
     # the command that makes these numbers again, without options that do not change them
     which = ["--rows", arguments.rows] if arguments.rows else ["--policies", arguments.policies]
-    which += [word for text in arguments.policy_file for word in ("--policy-file", text)]
     which += ["--exchange", arguments.exchange] if arguments.exchange else []
     which += ["--against", arguments.against] if arguments.against else []
     command = shlex.join(
@@ -91,16 +90,9 @@ def planned(
     Raises ValueError when a policy or scenario cannot be used.
     """
     suite = suite_named(arguments.scenarios)
-    files: dict[str, list[str]] = {}
-    for text in arguments.policy_file:
-        name, _, paths = text.partition("=")
-        if not name or not paths:
-            raise MisuseError(f"--policy-file {text!r}: write NAME=PATH[,PATH...]")
-        files.setdefault(name, []).extend(paths.split(","))
-    asked = read_rows(Path(arguments.rows), files) if arguments.rows else parse_rows(arguments.policies, files)
-    against = parse_rows(arguments.against, files) if arguments.against else ()
-    learned = parse_rows(",".join(files), files) if files else ()
-    rows = with_references([*asked, *learned, *against], files)
+    asked = read_rows(Path(arguments.rows)) if arguments.rows else parse_rows(arguments.policies)
+    against = parse_rows(arguments.against) if arguments.against else ()
+    rows = with_references([*asked, *against])
     if arguments.exchange is not None:
         rows = [row.permitted(arguments.exchange) for row in rows]
     tuned = read_tuned(Path(arguments.tuned) if arguments.tuned else scenario_root() / TUNED_FILE)

@@ -97,6 +97,26 @@ class PPOSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The neutral action's initial advantage: untrained, it is chosen about e times as often as each other one."""
 
 
+class UpdateStats(msgspec.Struct, frozen=True, kw_only=True):
+    """An update in numbers; losses and diagnostics are means over its minibatches."""
+
+    loss: float
+    policy_loss: float
+    value_loss: float
+    entropy: float
+    approx_kl: float
+    """E[(ratio - 1) - log ratio], Schulman's low-variance estimate."""
+    clipfrac: float
+    """Share of decisions whose ratio left 1 +- clip_coef."""
+    learning_rate: float
+    num_steps: int
+    """Optimizer steps taken; fewer than planned when `target_kl` ended the update."""
+    explained_variance: float | None
+    """1 - Var(returns - values) / Var(returns) before the critic learned from this batch: 1 is a perfect critic, 0 an
+    uninformative one; `None` without variance, or a critic that learns."""
+    num_decisions: int
+
+
 class PolicyMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """Metadata of a learned policy: its form, origin and score; `policy.metadata_of` makes them."""
 

@@ -16,7 +16,7 @@ from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.learned.policy import ActionSet
 from dynamix.arbitrator.learned.policy_file import Choices
 from dynamix.arbitrator.policies.policy import Array32, Array64, Decision
-from dynamix.schemas.messages import Action, Applied, Job, Reward, State
+from dynamix.schemas.messages import Action, Applied, Job, Message, Reward, State
 
 
 class RolloutError(ValueError):
@@ -32,6 +32,18 @@ class Recording(NamedTuple):
     actions: list[Action]
     applied: list[Applied]
     rewards: list[Reward]
+
+    def add(self, sequence: int, message: Message) -> None:
+        """Add a message, if it is one of this generation."""
+        match message:
+            case State(generation=self.job.generation):
+                self.states.append((sequence, message))
+            case Reward(generation=self.job.generation):
+                self.rewards.append(message)
+            case Applied(generation=self.job.generation):
+                self.applied.append(message)
+            case Action(generation=self.job.generation):
+                self.actions.append(message)
 
     @property
     def num_unrewarded(self) -> int:
