@@ -2,12 +2,11 @@
 
 import asyncio
 import contextlib
-import errno
 import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -118,7 +117,7 @@ def test_the_command_writes_json_and_says_by_its_code_that_nothing_fatal_is_miss
     (python,) = [check for check in written["findings"] if check["name"] == "Python"]
     assert (python["present"], python["needed_for"], python["fix"], python["fatal"]) == (True, "everything", "", False)
     needs = [check["present"] for check in written["findings"] if check["needed_for"] == "eBPF probes"]
-    assert len(needs) == 6
+    assert len(needs) == 5
     assert (written["probe"] == "ebpf") == all(needs)
 
 
@@ -157,7 +156,12 @@ async def store(bus: Bus, num: int, *, broken_at: int | None = None) -> list[Act
     return stored
 
 
-async def test_a_whole_chain_is_there_with_its_length(server: ConfiguredServer, bus: Bus) -> None:
+async def test_the_stored_actions_of_a_job_are_checked(server: ConfiguredServer, bus: Bus) -> None:
+    assert (await actions(server.settings, "missing-0")).found == "no job is called 'missing-0'"
+    assert not (await actions(server.settings, "No Token")).present
+    assert not (await actions(AWAY, examples.JOB)).present
+    await bus.publish(examples.job())
+    assert (await actions(server.settings, examples.JOB)).found == f"none yet of {examples.JOB}"
     await bus.publish(examples.applied(1198, 1200, action_hash=(await store(bus, 1200))[-2].hash))
     found = await actions(server.settings, examples.JOB)
     assert found.present
@@ -168,21 +172,9 @@ async def test_a_broken_chain_and_an_end_that_the_trainer_is_ahead_of_are_found(
     server: ConfiguredServer, bus: Bus
 ) -> None:
     last = (await store(bus, 9, broken_at=4))[-1]
-    found = await actions(server.settings, examples.JOB)
-    assert not found.present
-    assert "the action for window 4 of generation 0 does not follow the one before it" in found.found
-    assert "start the run under a new id" in found.fix
+    assert "window 4 of generation 0 does not follow" in (await actions(server.settings, examples.JOB)).found
     await bus.publish(examples.applied(12, 14, action_hash=last.hash))
-    found = await actions(server.settings, examples.JOB)
-    assert "the trainer applied an action for window 12" in found.found
-
-
-async def test_no_job_no_action_and_no_broker_are_told_apart(server: ConfiguredServer, bus: Bus) -> None:
-    assert (await actions(server.settings, "missing-0")).found == "no job is called 'missing-0'"
-    assert not (await actions(server.settings, "No Token")).present
-    await bus.publish(examples.job())
-    assert (await actions(server.settings, examples.JOB)).found == f"none yet of {examples.JOB}"
-    assert not (await actions(BusSettings(url="nats://127.0.0.1:1"), examples.JOB)).present
+    assert "the trainer applied an action for window 12" in (await actions(server.settings, examples.JOB)).found
 
 
 # --- eBPF: what is lacking, why the kernel refuses, and a trial in earnest ---
@@ -209,9 +201,9 @@ class Machine(NamedTuple):
         (self.root / "proc/self/ns").mkdir(parents=True, exist_ok=True)
         (self.root / "proc/self/ns/cgroup").symlink_to(f"cgroup:[{inode}]")
 
-    def check(self, name: str, load: Callable[[], None] | None = None, release: str = "6.1.0-1-amd64") -> DoctorCheck:
+    def check(self, name: str, release: str = "6.1.0-1-amd64") -> DoctorCheck:
         system = os.uname_result(("Linux", "node", release, "#1", "x86_64"))
-        return next(one for one in checks.programs(self.root, system, load or (lambda: None)) if one.name == name)
+        return next(one for one in checks.programs(self.root, system) if one.name == name)
 
 
 @pytest.fixture
@@ -237,14 +229,6 @@ def test_capabilities_are_read_bit_by_bit(machine: Machine, capabilities: str, f
 @pytest.mark.parametrize(("release", "present"), [("5.8.0", True), ("10.0-rc1", True), ("5.7.19", False)])
 def test_a_kernel_without_the_capabilities_of_ebpf_is_too_old(release: str, machine: Machine, *, present: bool) -> None:
     assert machine.check("kernel", release=release).present is present
-
-
-def test_a_refusal_of_the_kernel_is_reported(machine: Machine) -> None:
-    def load() -> None:
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
-    check = machine.check("bpf()", load)
-    assert (check.present, check.found) == (False, "refused: Operation not permitted")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ Exit code 1 means that nothing works without what is missing.
 import argparse
 import asyncio
 import contextlib
-import ctypes
 import importlib.metadata
 import os
 import platform
@@ -17,7 +16,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -32,7 +31,7 @@ from dynamix.cli.output import write_result
 from dynamix.cli.services import NOT_STORED, SERVICES, Heartbeats, hear
 from dynamix.collector.ebpf.loader import DISTRIBUTION_DIRECTORIES, find_bcc, find_headers
 from dynamix.collector.ebpf.probe import open_probe, v2_mount
-from dynamix.collector.ebpf.syscall import ProbeError, attribute, call
+from dynamix.collector.ebpf.syscall import ProbeError
 from dynamix.collector.observation import CollectorSettings
 from dynamix.collector.window import WantedProbe
 from dynamix.runtime.bus import Bus, BusError, PermissionDeniedError, StreamMissingError, StreamState
@@ -398,13 +397,10 @@ HOW_TO_GRANT = (
     "systemd, containers and setpriv"
 )
 HOW_TO_BE_ACCEPTED = (
-    "the rights above; a kernel with CONFIG_BPF_SYSCALL and CONFIG_CGROUP_BPF; no rootless container or sandbox; a "
+    "what lacks above; a kernel with CONFIG_BPF_SYSCALL and CONFIG_CGROUP_BPF; no rootless container or sandbox; a "
     "system call filter that allows it (SystemCallFilter=bpf; Docker 23 and containerd 1.7 or newer do, with CAP_BPF); "
     "of a security module the kernel's log says more"
 )
-_PROG_LOAD, _CGROUP_SKB = 5, 8
-_LET_EVERY_PACKET_PASS = struct.pack("=BBhiBBhi", 0xB7, 0, 0, 1, 0x95, 0, 0, 0)
-"""r0 = 1; return r0."""
 PAYLOAD_BYTES, NUM_PIECES = 1_000_000, 100
 """A piece fits into the smallest of socket buffers: one thread sends and receives."""
 SO_COOKIE = 57
@@ -414,9 +410,7 @@ Finding = tuple[str, str]
 """What was found, and the fix, empty when nothing is missing."""
 
 
-def programs(
-    root: Path = Path("/"), system: os.uname_result | None = None, load: Callable[[], None] | None = None
-) -> list[DoctorCheck]:
+def programs(root: Path = Path("/"), system: os.uname_result | None = None) -> list[DoctorCheck]:
     """Everything that `auto` needs to choose eBPF; `root` is where /proc, /sys and headers are looked for."""
     system = system or os.uname()
     status = (root / "proc/self/status").read_text()
@@ -433,7 +427,6 @@ def programs(
     findings: dict[str, Finding] = {
         "kernel": (system.release, "") if release >= OLDEST else (f"{system.release} is too old", "Linux 5.8 or newer"),
         "rights": (f"without {', '.join(lacking)}", HOW_TO_GRANT) if lacking else (granted, ""),
-        "bpf()": _acceptance(load or load_smallest_program),
         "cgroup v2": _cgroup(root),
         "bcc": (str(bcc), "") if bcc else (no_bcc, get_bcc),  # compiles the program; comes from the distribution
         "headers": (f"{headers.build}, of {'this' if headers.own else 'another'} kernel", "")  # BCC cannot use BTF
@@ -458,15 +451,6 @@ def chosen(
     probe: WantedProbe = "ebpf" if not missing else "tcp_info" if has_tcp_info else "proc"
     because = f"eBPF lacks {missing}" if missing else "`dynamix doctor --ebpf` tries it"
     return probe, DoctorCheck("probe", "training", f"`auto` takes {probe}: {because}")
-
-
-def _acceptance(load: Callable[[], None]) -> Finding:
-    """Whether the kernel takes a program at all."""
-    try:
-        load()
-    except OSError as error:
-        return f"refused: {error.strerror}", HOW_TO_BE_ACCEPTED
-    return "the kernel took a program of two instructions", ""
 
 
 def _cgroup(root: Path) -> Finding:
@@ -495,17 +479,6 @@ def _text(path: Path) -> str:
         return ""
 
 
-def load_smallest_program() -> None:
-    """Load a program for a control group's packets and drop it at once; it is attached nowhere.
-
-    Raises OSError as the kernel refuses it; ENOSYS also where the call's number is not known.
-    """
-    instructions = ctypes.create_string_buffer(_LET_EVERY_PACKET_PASS)
-    license_ = ctypes.create_string_buffer(b"Apache-2.0")
-    addresses = (ctypes.addressof(instructions), ctypes.addressof(license_))
-    os.close(call(_PROG_LOAD, attribute("=IIQQ", _CGROUP_SKB, 2, *addresses)))
-
-
 def try_ebpf(cgroup: str) -> DoctorCheck:
     """Load and attach the probe as the collector would, count a connection over loopback, detach."""
     try:
@@ -523,8 +496,7 @@ def try_ebpf(cgroup: str) -> DoctorCheck:
             (cookie,) = struct.unpack("=Q", receiver.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8))
             counters = probe.read(cookie, os.getuid())
     except (ProbeError, OSError) as error:
-        fix = "what is lacking above; else see docs/operations.md, Kernel probes"
-        return DoctorCheck("trial", "eBPF probes", str(error), fix)
+        return DoctorCheck("trial", "eBPF probes", str(error), HOW_TO_BE_ACCEPTED)
     if counters is None or counters.received_bytes != PAYLOAD_BYTES:
         counted = "nothing" if counters is None else f"{counters.received_bytes:,} bytes"
         what = f"attached, but counted {counted} of a connection's {PAYLOAD_BYTES:,}"
