@@ -32,7 +32,7 @@ from dynamix.arbitrator.learned.policy_file import PPOSettings
 from dynamix.cli.main import main as dynamix
 from dynamix.cli.terminal import ProgressLine
 from dynamix.lab.comparison.rows import Tuned, parse_rows, read_tuned
-from dynamix.lab.comparison.runs import Ledger, as_published, estimate, fill, plan
+from dynamix.lab.comparison.runs import Ledger, as_published, fill, plan
 from dynamix.lab.comparison.verdict import OutcomeTable, Verdict
 from dynamix.lab.learning import LearningUpdate, learn, plan_named
 from dynamix.lab.learning.trial import EXCHANGES, constant_times
@@ -279,8 +279,8 @@ EVALUATIONS: Mapping[str, Sequence[str]] = {
     "heldout": ("--seeds", "6", "--rows", str(ROOT / "scenarios/rows/heldout.toml")),
     "exchange-heldout": ("--exchange", "local", "--rows", str(ROOT / "scenarios/rows/exchange.toml")),
     "varying-heldout": (
-        *("--scenarios", "varying/heldout", "--policies", "static:track=1,local_batch_size=64"),
-        *("--against", "rule", "--seeds", "10"),
+        *("--scenarios", "varying/heldout", "--policies", "static:track=1,local_batch_size=64,rule:against=1"),
+        *("--seeds", "10"),
     ),
     "varying-bounds": (
         *("--scenarios", "varying/heldout", "--rows", str(ROOT / "scenarios/rows/varying.toml")),
@@ -393,7 +393,6 @@ class Laboratory:
             if num_samples and not self._known:
                 run_to(num_samples, cells, ledger, self._directory, self._data)
             elif not self._known:
-                print(f"  {estimate(cells, ledger, jobs=self._jobs)}", flush=True)
                 fill(cells, ledger, jobs=self._jobs, data=self._data, on_progress=show)
             return OutcomeTable(suite.scenarios, cells, ledger, rows)
 

@@ -19,7 +19,7 @@ from dynamix.cli.main import main
 from dynamix.lab.comparison import runs
 from dynamix.lab.comparison.rows import Choice, Tuned, read_tuned, to_toml
 from dynamix.lab.comparison.runs import RunTask
-from dynamix.lab.comparison.tuning import GRID
+from dynamix.lab.comparison.tuning import settings_of
 from dynamix.lab.simulator.episode import RunOutcome, code_digest
 from dynamix.lab.simulator.scenario import Scenario, suite_named
 
@@ -69,7 +69,7 @@ def test_rows_that_may_exchange_otherwise_are_compared_with_exact_ones(
 ) -> None:
     seconds = {None: 1.5, "exact": 1.0, "local": 0.5}
     monkeypatch.setattr(runs, "run_episodes", made_up(lambda task: seconds[task.setting.exchange]))
-    rows = ("--policies", "rule,static:every=4,codec=int8,local_batch_size=64", "--against", "rule:exchange=exact")
+    rows = ("--policies", "rule,static:every=4,codec=int8,local_batch_size=64,rule:exchange=exact,against=1")
     assert main(arguments(place, *rows, "--exchange", "local", "--seeds", "2")) == 0
     found = verdict(place)
     assert found["against"] == ["rule/exchange=exact"]
@@ -77,7 +77,7 @@ def test_rows_that_may_exchange_otherwise_are_compared_with_exact_ones(
     assert ratios["rule"] == ratios["static:every=4,codec=int8@64"] == pytest.approx(0.5)
     assert ratios["goodput"] == pytest.approx(1.5)
     assert "time over that of rule/exchange=exact" in capsys.readouterr().out
-    assert "--exchange local --against rule:exchange=exact" in found["command"]
+    assert found["command"].endswith("rule:exchange=exact,against=1 --exchange local --seeds 2")
 
 
 def test_an_interrupt_tells_what_there_is_and_resume_goes_on(
@@ -116,16 +116,17 @@ def test_tune_reads_train_scenarios_only_and_writes_what_evaluate_reads(
     monkeypatch.setattr(Scenario, "read", noted)
     monkeypatch.setattr(runs, "run_episodes", made_up(lambda _: 1.0))
     output = tmp_path / "tuned.toml"
-    chosen = ["--baselines", "static,goodput", "--seeds", "1", "-o", str(output)]
+    (tmp_path / "rows.toml").write_text('[[row]]\npolicy = "static"\n[[row]]\npolicy = "goodput"\n')
+    chosen = ["--rows", str(tmp_path / "rows.toml"), "--seeds", "1", "-o", str(output)]
     assert main(["evaluate", "tune", *chosen, "--results", str(tmp_path / "runs.jsonl")]) == 0
     assert {path.parent.name for path in opened} == {"train"}
     tuned = read_tuned(output)
-    assert tuned.command == "dynamix evaluate tune --baselines static,goodput --seeds 1"
+    assert tuned.command == f"dynamix evaluate tune --rows {tmp_path / 'rows.toml'} --seeds 1"
     assert list(tuned.overall) == ["static", "goodput"]
-    assert "the best of 6 settings each for static, goodput" in capsys.readouterr().out
+    assert "the best of 1 settings each for static, goodput" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("option", [("--baselines", "static"), ("--scenarios", "suite")])
+@pytest.mark.parametrize("option", [("--rows", "some.toml"), ("--scenarios", "suite")])
 def test_tuning_a_part_does_not_take_the_place_of_the_whole(
     option: tuple[str, str], place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,7 +151,7 @@ def test_what_makes_baselines_worse_than_they_could_be_is_said(
     assert "doubling is not tuned for alike, mixed" in told
     assert "static is not tuned" not in told
     assert "goodput is not tuned" not in told
-    choices = {baseline: Choice(setting=baseline, initial_local_batch_size=64) for baseline in GRID}
+    choices = {row.baseline: Choice(setting=row.baseline, initial_local_batch_size=64) for row in settings_of()}
     whole = Tuned(overall=choices, scenarios=suite_named("train").digest, code=code_digest())
     (place / "tuned.toml").write_text(to_toml(whole))
     assert main(arguments(place, "--policies", "rule", "--seeds", "1", "--jobs", "1")) == 0

@@ -193,7 +193,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     @property
     def baseline(self) -> str:
         """The name under which its settings were tuned."""
-        if self.policy != BEST_STATIC:
+        if self.policy not in {"static", BEST_STATIC}:
             return self.policy
         if float(self.options.get("every", 1)) > 1:
             return LOCAL_STATIC
@@ -295,7 +295,7 @@ def parse_rows(text: str) -> tuple[Row, ...]:
             key, equals, value = pair.partition("=")
             if not equals or not value:
                 raise ValueError(f"policy {piece!r}: write NAME[:KEY=VALUE,...], {pair!r} is not KEY=VALUE")
-            is_of_row = key in {"local_batch_size", "learning_rate_factor", "exchange", "files"}
+            is_of_row = key in {"local_batch_size", "learning_rate_factor", "exchange", "files", "against"}
             (table if is_of_row else options)[key] = [value] if key == "files" else value
         try:
             rows.append(make_row(table, strict=False))

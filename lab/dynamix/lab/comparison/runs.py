@@ -39,8 +39,6 @@ from .rows import LABORATORY, ORACLE, Row, Tuned, known_policy
 
 PUBLISHED_LEAST = {"ppo-paper": 32}
 """Samples per rank: the smallest batch with which a policy was published. It is not compared with smaller ones."""
-TYPICAL_RUN_S = 3.0
-"""Assumed mean duration of a run, on one core."""
 
 
 class RunTask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -244,16 +242,6 @@ def fill(
             ledger.record_outcome(tasks[index], outcome, about)
             if on_progress is not None:
                 on_progress(number, len(needed), about)
-
-
-def estimate(
-    cells: Iterable[ComparisonCell], ledger: Ledger, *, jobs: int, typical_run_s: float = TYPICAL_RUN_S
-) -> str:
-    """The number of runs left, and about how long they take."""
-    num_left = len({cell.task.key for cell in cells if cell.task not in ledger})
-    return (
-        f"{num_left} runs to do: some {max(1, round(num_left * typical_run_s / 60 / jobs))} minutes with --jobs {jobs}."
-    )
 
 
 def run_task(task: RunTask, *, data: Path | None = None) -> RunOutcome:

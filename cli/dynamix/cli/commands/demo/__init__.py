@@ -172,7 +172,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     plan = DemoPlan()
     parser.add_argument("--data", metavar="DIR", help="directory with Fashion-MNIST's four idx files")
-    parser.add_argument("--dashboard", action="store_true", help="show the jobs as a web page while they train")
     what = "keep each run as a capture, DIR/POLICY.dxc"
     parser.add_argument("--captures", metavar="DIR", type=output_directory, help=what)
     add_json_argument(parser)
@@ -187,8 +186,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the jobs one after the other; 0 when all reached the target."""
     from dynamix.lab.workloads.datasets import fashion_mnist
 
-    if arguments.dashboard:
-        import dynamix.cli.dashboard.server  # noqa: F401 - fails now where its extra is not installed
     with explained(OSError, ValueError, TimeoutError, TrainingFailedError):
         if arguments.captures is not None:
             arguments.captures.mkdir(parents=True, exist_ok=True)
@@ -205,7 +202,7 @@ def run(arguments: argparse.Namespace) -> int:
             about = (__doc__ or "").partition("\n\n")[2]
             progress.write_line(f"{about}Target: {plan.target_accuracy:.0%}, the mean of {LOOKS} evaluations.")
             try:
-                runs = asyncio.run(run_demo(plan, progress, arguments.captures, dashboard=arguments.dashboard))
+                runs = asyncio.run(run_demo(plan, progress, arguments.captures))
             except asyncio.CancelledError:
                 raise CommandError("ended by SIGTERM", exit_code=128 + signal.SIGTERM) from None
     draw(runs, plan, arguments.png)
@@ -223,7 +220,7 @@ class TrainingFailedError(RuntimeError):
     """The training job ended with an error; the message has the output of its first failing rank."""
 
 
-async def run_demo(plan: DemoPlan, progress: ProgressLine, captures: Path | None, *, dashboard: bool) -> list[DemoRun]:
+async def run_demo(plan: DemoPlan, progress: ProgressLine, captures: Path | None) -> list[DemoRun]:
     """Carry out the plan once per variant, one after the other, against the same services.
 
     `captures` is a directory for a capture of each run, named by its policy.
@@ -236,12 +233,7 @@ async def run_demo(plan: DemoPlan, progress: ProgressLine, captures: Path | None
     # The signal would end the process at once, with its jobs and files left behind.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     runs = []
-    async with services(progress.write_line) as running, contextlib.AsyncExitStack() as stack:
-        if dashboard:
-            from dynamix.cli.dashboard.server import served
-
-            server = await stack.enter_async_context(served(running.bus, host="127.0.0.1", port=0, token=""))
-            progress.write_line(f"The page: {server.url} (until the demo ends)")
+    async with services(progress.write_line) as running:
         for variant in VARIANTS:
             given = "".join(f', {name}="{value}"' for name, value in variant.arguments.items())
             progress.write_line(f"{variant.policy}: attach(model, optimizer, dataset{given}), {variant.what}")

@@ -23,8 +23,8 @@ from dynamix.lab.comparison.rows import (
     untuned_families,
     with_references,
 )
-from dynamix.lab.comparison.runs import ComparisonCell, Ledger, estimate, fill, plan
-from dynamix.lab.comparison.tuning import EXCHANGE_GRID, FIRST_SEED, GRID, tune
+from dynamix.lab.comparison.runs import ComparisonCell, Ledger, fill, plan
+from dynamix.lab.comparison.tuning import FIRST_SEED, settings_of, tune
 from dynamix.lab.comparison.verdict import Interval, Verdict, VerdictRow, judge, note_on
 from dynamix.lab.simulator.episode import EpisodeError, code_digest
 from dynamix.lab.simulator.scenario import (
@@ -59,7 +59,6 @@ def evaluate(arguments: argparse.Namespace) -> int:
     # the command that makes these numbers again, without options that do not change them
     which = ["--rows", arguments.rows] if arguments.rows else ["--policies", arguments.policies]
     which += ["--exchange", arguments.exchange] if arguments.exchange else []
-    which += ["--against", arguments.against] if arguments.against else []
     command = shlex.join(
         ["dynamix", "evaluate", "--scenarios", arguments.scenarios, *which, "--seeds", str(arguments.seeds)]
     )
@@ -69,7 +68,6 @@ def evaluate(arguments: argparse.Namespace) -> int:
             with ProgressLine() as progress:
                 for warning in _warnings(suite, rows, tuned, cells):
                     progress.write_line(warning)
-                progress.write_line(estimate(cells, ledger, jobs=arguments.jobs))
                 try:
                     fill(cells, ledger, jobs=arguments.jobs, data=arguments.data, on_progress=shown_on(progress))
                 except KeyboardInterrupt:
@@ -91,8 +89,7 @@ def planned(
     """
     suite = suite_named(arguments.scenarios)
     asked = read_rows(Path(arguments.rows)) if arguments.rows else parse_rows(arguments.policies)
-    against = parse_rows(arguments.against) if arguments.against else ()
-    rows = with_references([*asked, *against])
+    rows = with_references(asked)
     if arguments.exchange is not None:
         rows = [row.permitted(arguments.exchange) for row in rows]
     tuned = read_tuned(Path(arguments.tuned) if arguments.tuned else scenario_root() / TUNED_FILE)
@@ -100,8 +97,7 @@ def planned(
     if arguments.exchange is not None and not arguments.tuned and of_exchanges.exists():
         tuned = tuned.with_choices(read_tuned(of_exchanges))
     cells = plan(suite, rows, range(arguments.seeds), tuned)
-    labels = [row.label for row in (*asked, *against) if row.against or row in against]
-    return suite, rows, tuned, cells, list(dict.fromkeys(labels))
+    return suite, rows, tuned, cells, [row.label for row in asked if row.against]
 
 
 def _warnings(suite: Suite, rows: Sequence[Row], tuned: Tuned, cells: Sequence[ComparisonCell]) -> Iterator[str]:
@@ -113,10 +109,10 @@ def _warnings(suite: Suite, rows: Sequence[Row], tuned: Tuned, cells: Sequence[C
     unfit = [scenario.name for scenario in suite.scenarios if not scenario.permits_any_exchange]
     if unfit and any(cell.task.setting.exchange for cell in cells):
         yield f"Workers of {', '.join(unfit)} support neither codecs nor local steps: training is exact there."
+    tunable = {row.policy for exchange in (None, "local") for row in settings_of(exchange)} | {BEST_STATIC}
     for row in rows:
-        has_grid = row.policy in {**GRID, **EXCHANGE_GRID}
-        families = untuned_families(row, suite.families, tuned) if has_grid else []
-        if families:
+        families = untuned_families(row, suite.families, tuned)
+        if families and row.policy in tunable:
             yield f"{row.label} is not tuned for {', '.join(families)} and runs with defaults: {HOW_TO_FIX}."
         if row.policy_files and (note := note_on(row, suite)):
             yield f"{row.label}: {note}"
@@ -195,9 +191,8 @@ def _interval(found: Interval | None) -> str:
 
 def tune_baselines(arguments: argparse.Namespace) -> int:
     """Run all settings and choose; an interrupt chooses nothing."""
-    named = {name: value for name in ("scenarios", "baselines", "exchange") if (value := getattr(arguments, name))}
+    named = {name: value for name in ("scenarios", "rows", "exchange") if (value := getattr(arguments, name))}
     words = [word for name, value in named.items() for word in (f"--{name}", value)]
-    grid = EXCHANGE_GRID if arguments.exchange else GRID
     output = Path(arguments.output or scenario_root() / (TUNED_EXCHANGE_FILE if arguments.exchange else TUNED_FILE))
     with explained(OSError, ValueError, EpisodeError):
         if not arguments.output:  # choices for some baselines, or on other scenarios, never replace those for all
@@ -206,17 +201,17 @@ def tune_baselines(arguments: argparse.Namespace) -> int:
                 raise MisuseError(f"--{option} {named[option]}: {what}; name another file with -o")
             output_files.check(output, TUNED, force=arguments.force)
         suite = suite_named(arguments.scenarios or TRAIN)
+        rows = read_rows(Path(arguments.rows)) if arguments.rows else settings_of(arguments.exchange)
         with Ledger(Path(arguments.results)) as ledger, ProgressLine() as progress:
             tuned = tune(
                 suite,
+                rows,
                 ledger,
                 seeds=range(FIRST_SEED, FIRST_SEED + arguments.seeds),
-                baselines=tuple(arguments.baselines.split(",")) if arguments.baselines else tuple(grid),
                 exchange=arguments.exchange,
                 command=shlex.join(["dynamix", "evaluate", "tune", *words, "--seeds", str(arguments.seeds)]),
                 jobs=arguments.jobs,
                 data=arguments.data,
-                on_estimate=progress.write_line,
                 on_progress=shown_on(progress),
             )
         write_file(output, to_toml(tuned).encode())
