@@ -12,18 +12,16 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
-from tests.support import examples
 from tests.support.brokers import ConfiguredServer
 
 from dynamix.cli.commands import doctor as checks
-from dynamix.cli.commands.doctor import DoctorCheck, actions, credential, is_alive
+from dynamix.cli.commands.doctor import DoctorCheck, credential, is_alive
 from dynamix.cli.main import main
 from dynamix.collector.ebpf.probe import Counters
 from dynamix.collector.window import WantedProbe
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.settings import BusSettings
-from dynamix.schemas.chain import seal
-from dynamix.schemas.messages import Action, Live
+from dynamix.schemas.messages import Live
 
 ROOT = Path(__file__).parents[2]
 AWAY = BusSettings(url="nats://127.0.0.1:1")
@@ -139,42 +137,6 @@ def test_a_key_that_others_may_read_is_found_and_closed_by_the_fix(tmp_path: Pat
     assert (check.present, check.is_fatal) == (False, False)
     subprocess.run(check.fix.split(), check=True)
     assert credential(settings) == credential(BusSettings()) == credential(BusSettings(creds_file="/none")) == []
-
-
-# --- logs of actions that are whole and logs that are not ---
-
-
-async def store(bus: Bus, num: int, *, broken_at: int | None = None) -> list[Action]:
-    """A chain of a job's actions; from `broken_at` on it is another one."""
-    await bus.publish(examples.job())
-    stored: list[Action] = []
-    previous, sequence = b"", 0
-    for window in range(num):
-        stored.append(seal(examples.action(window), b"x" * 32 if window == broken_at else previous))
-        previous = stored[-1].hash
-        sequence = await bus.publish_next(stored[-1], expected_last=sequence)
-    return stored
-
-
-async def test_the_stored_actions_of_a_job_are_checked(server: ConfiguredServer, bus: Bus) -> None:
-    assert (await actions(server.settings, "missing-0")).found == "no job is called 'missing-0'"
-    assert not (await actions(server.settings, "No Token")).present
-    assert not (await actions(AWAY, examples.JOB)).present
-    await bus.publish(examples.job())
-    assert (await actions(server.settings, examples.JOB)).found == f"none yet of {examples.JOB}"
-    await bus.publish(examples.applied(1198, 1200, action_hash=(await store(bus, 1200))[-2].hash))
-    found = await actions(server.settings, examples.JOB)
-    assert found.present
-    assert found.found == f"1,200 of {examples.JOB}, a whole chain up to window 1199 of generation 0"
-
-
-async def test_a_broken_chain_and_an_end_that_the_trainer_is_ahead_of_are_found(
-    server: ConfiguredServer, bus: Bus
-) -> None:
-    last = (await store(bus, 9, broken_at=4))[-1]
-    assert "window 4 of generation 0 does not follow" in (await actions(server.settings, examples.JOB)).found
-    await bus.publish(examples.applied(12, 14, action_hash=last.hash))
-    assert "the trainer applied an action for window 12" in (await actions(server.settings, examples.JOB)).found
 
 
 # --- eBPF: what is lacking, why the kernel refuses, and a trial in earnest ---

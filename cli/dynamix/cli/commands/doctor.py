@@ -22,11 +22,9 @@ from typing import Literal
 
 import msgspec
 
-from dynamix.arbitrator.deciding.job_log import ActionStoreError, checked_action
 from dynamix.cli.arguments import add_json_argument
 from dynamix.cli.connection import connected, find
 from dynamix.cli.errors import CommandError, explained
-from dynamix.cli.jobs import check_job
 from dynamix.cli.output import write_result
 from dynamix.cli.services import NOT_STORED, SERVICES, Heartbeats, hear
 from dynamix.collector.ebpf.loader import DISTRIBUTION_DIRECTORIES, find_bcc, find_headers
@@ -46,11 +44,7 @@ from dynamix.runtime.settings import (
     read,
     redact_url,
 )
-from dynamix.schemas import subjects
-from dynamix.schemas.chain import BrokenChainError, ChainCheck
-from dynamix.schemas.codec import MalformedMessageError, decode
-from dynamix.schemas.messages import Action, Job
-from dynamix.schemas.streams import ACTIONS, JOBS, STREAMS
+from dynamix.schemas.streams import STREAMS
 
 EBPF = "eBPF, which the collector uses where it can"
 Need = Literal["everything", "training", "the demo", "live views", "eBPF probes", "secrecy", "failover"]
@@ -99,9 +93,6 @@ HOW_TO_CATCH_UP = (
     "start the server that is offline; one that was cut off may take two minutes to catch up; after that restart "
     "nats-server there, and until then no other (docs/measurements-broker.md)"
 )
-HOW_TO_RESTORE = (
-    "restore the broker's store from a backup, or start the run under a new id: the arbitrator decides nothing on it"
-)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -119,11 +110,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="check only eBPF, and try it: load the probe, attach it, count a connection, detach: exit 0 or 1",
     )
-    only.add_argument(
-        "--actions",
-        metavar="JOB",
-        help="check only the stored actions of JOB: hashes, chain, and what its trainer applied: exit 0 or 1",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -131,9 +117,6 @@ def run(arguments: argparse.Namespace) -> int:
     configure_log("critical")  # the checks show what is wrong
     if arguments.alive is not None:
         return 0 if asyncio.run(is_alive(find(os.environ), arguments.alive, os.environ)) else 1
-    if arguments.actions is not None:
-        found = asyncio.run(actions(find(os.environ), check_job(arguments.actions)))
-        return _show({"Stored actions": [found]}, {}, arguments.json, all_fatal=True)
     with explained(SettingsError):
         settings = read(CollectorSettings, "collector", os.environ)
         here = node(os.environ)
@@ -340,7 +323,7 @@ async def _services(connection: Bus) -> list[DoctorCheck]:
         found.append(DoctorCheck("storage", "training", what, fix))
     if refused := heartbeats.count("refused_logs", now_s=now_s):
         what = f"the arbitrator refuses the stored actions of {refused} generation(s); it steers all other jobs"
-        fix = "its log names the jobs; `dynamix doctor --actions JOB`"
+        fix = "its log names the jobs and reasons; `dynamix capture JOB --past -o FILE`, `dynamix inspect FILE`"
         found.append(DoctorCheck("actions", "training", what, fix))
     return found
 
@@ -354,33 +337,6 @@ async def is_alive(settings: BusSettings, service: str, environ: Mapping[str, st
             return await hear(connection, lambda beat: beat.counters.get("ready"), service, instance)
     except (TimeoutError, CommandError):
         return False
-
-
-# --- the stored actions of one job
-
-
-async def actions(settings: BusSettings, name: str) -> DoctorCheck:
-    """Check a job's stored actions: each as it was written, each after its predecessor, none missing at the end."""
-    check = ChainCheck()
-    try:
-        async with connected(settings, "doctor", wait=False) as bus:
-            message = await bus.last(JOBS.name, subjects.of("job", name))
-            if message is None:
-                return DoctorCheck("actions", "training", f"no job is called {name!r}", "`dynamix top` shows the jobs")
-            job = decode(Job, message.subject, message.payload)
-            newest, _ = await checked_action(bus, job)
-            if newest is None:
-                return DoctorCheck("actions", "training", f"none yet of {name}")
-            async for stored in bus.stored(ACTIONS.name, [subjects.of("action", name)]):
-                if stored.sequence <= newest.sequence:
-                    check.check_next(decode(Action, stored.subject, stored.payload), stored.payload)
-    except (ActionStoreError, BrokenChainError, MalformedMessageError) as error:
-        return DoctorCheck("actions", "training", str(error), HOW_TO_RESTORE)
-    except (CommandError, ValueError) as error:
-        fix = f"ask as the user `watcher`, for a job that `dynamix top` shows; {HOW_TO_CONNECT}"
-        return DoctorCheck("actions", "training", str(error), fix)
-    where = f"window {newest.action.window} of generation {newest.action.generation}"
-    return DoctorCheck("actions", "training", f"{check.num_actions:,} of {name}, a whole chain up to {where}")
 
 
 # --- eBPF: what the probe needs, the probe that the collector takes, and a trial
