@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 from tests.support import examples
 from tests.support.examples import reward
 
-from dynamix.cli.dashboard import token_of
+from dynamix.cli.commands.dashboard import token_of
 from dynamix.cli.dashboard.server import COOKIE, HEADERS, SESSION_S, DashboardServer, Gate
 from dynamix.cli.documents import CapturedJob
 from dynamix.cli.fleet import Fleet

@@ -228,17 +228,14 @@ class ReplayOutcome(msgspec.Struct, frozen=True, kw_only=True):
         """Whether every output equals the recorded one byte for byte."""
         return not self.counts.num_different and not self.counts.num_agreeing
 
-    def is_equal(self, *, strict: bool = False) -> bool:
+    def is_equal(self) -> bool:
         """Whether every recorded output was compared and is as promised.
 
         Promised are equal bytes where build and processor are the same; elsewhere equal decisions, and numbers that are
-        equal to six digits. `strict` requires equal bytes everywhere, and a whole capture.
+        equal to six digits.
         """
-        if self.counts.num_uncompared or (strict and self.cut_off):
-            return False
-        if self.fingerprint_differences and not strict:
-            return not self.counts.num_different
-        return self.bytes_equal
+        is_promised = not self.counts.num_different if self.fingerprint_differences else self.bytes_equal
+        return is_promised and not self.counts.num_uncompared
 
 
 def replay(

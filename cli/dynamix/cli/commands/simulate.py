@@ -125,20 +125,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def scenario_named(text: str) -> "Scenario":
-    """A scenario from a file, or one that comes with the package: `train/mixed-8`, or `mixed-8` in either part.
+    """A scenario from a file, or one that comes with the package, such as `train/mixed-8`.
 
     Raises ValueError when there is none, with those there are.
     """
     from dynamix.lab.simulator.scenario import SUITES, Scenario, scenario_root
 
-    if os.path.isfile(text):  # noqa: PTH113 - False where `Path.is_file` raises: for a name that is too long
-        return Scenario.read(text)
     root = scenario_root()
-    shipped = {f"{part}/{file.stem}": file for part in SUITES for file in sorted((root / part).glob("*.toml"))}
-    fitting = [name for name, file in shipped.items() if text in {name, file.stem}]
-    if len(fitting) > 1:
-        raise ValueError(f"scenario {text!r} could be {' or '.join(fitting)}: name one of them")
-    if not fitting:
+    shipped = {f"{part}/{file.stem}": str(file) for part in SUITES for file in sorted((root / part).glob("*.toml"))}
+    path = shipped.get(text, text)
+    if not os.path.isfile(path):  # noqa: PTH113 - False where `Path.is_file` raises: for a name that is too long
         known = ", ".join(shipped)
         raise ValueError(f"scenario {text[:MAX_SHOWN]!r} is neither a file nor among those that are shipped: {known}")
-    return Scenario.read(shipped[fitting[0]])
+    return Scenario.read(path)

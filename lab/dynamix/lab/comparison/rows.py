@@ -365,14 +365,9 @@ def untuned_families(row: Row, families: Iterable[str], tuned: Tuned) -> list[st
 
 
 def shipped_files(name: str) -> list[Path]:
-    """The shipped files of a learned policy, one per policy seed; the longest matching name owns a file."""
-
-    def owner(stem: str) -> str | None:
-        owners = [policy for policy in SHIPPED_POLICIES if stem == policy or stem.startswith(f"{policy}-")]
-        return max(owners, key=len, default=None)
-
+    """The shipped files of a learned policy, one per policy seed: NAME and NAME-SEED."""
     found = sorted(shipped_directory().glob(f"{name}*{SUFFIX}"))
-    return [path for path in found if owner(path.stem) == name]
+    return [path for path in found if re.fullmatch(rf"{name}(-\d+)?", path.stem)]
 
 
 @lru_cache(maxsize=256)
