@@ -216,7 +216,7 @@ def test_the_elasticity_is_the_power_of_the_batch_that_the_step_takes(
         obs_WF, global_F = observed((32 << doublings,) * 2, (0.1, 0.1))
         obs_WF[:, RANK_INDEX["step_time_s"]] = 0.5 * 2 ** (power * doublings)
         situation = JobLevers().situation(job, doublings, obs_WF, global_F, carry)
-        carry = situation.base.carry
+        carry = situation.decide(np.zeros((1, 3), dtype=np.int64)).carry
     found = dict(zip(INPUTS["levers"], situation.inputs_DI[0].tolist(), strict=True))
     assert found["step_elasticity"] == pytest.approx(expected, abs=1e-5)
 

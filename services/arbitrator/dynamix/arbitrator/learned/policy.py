@@ -212,10 +212,8 @@ class Situation(NamedTuple):
 
     inputs_DI: Array32
     """Decisions x inputs, NaN where unknown. D is the number of ranks, or 1 for the whole job."""
-    base: Decision
-    """The decision of the neutral choice."""
     decide: Callable[[Choices], Decision]
-    """The decision of other choices, decisions x levers."""
+    """The decision of some choices, decisions x levers; those of zeros are neutral."""
 
 
 class PublishedActions:
@@ -235,7 +233,7 @@ class PublishedActions:
             sizes = np.clip(wanted, job.min_local_batch_size, job.max_local_batch_sizes)
             return Decision(Allocation(tuple(sizes.tolist())), carry=choices_DL.astype(np.uint8).tobytes())
 
-        return Situation(published_inputs(seen), Decision(Allocation(last)), decide)
+        return Situation(published_inputs(seen), decide)
 
     def choices(self, job: Job, carry: bytes) -> Choices:
         """The last choice of each rank; neutral if the carry holds none."""
@@ -290,7 +288,7 @@ class JobLevers:
             reason = f"{total} samples, {exchange.label}"
             return Decision(allocation_of(self.options, job, sizes, exchange), carry, reason=reason)
 
-        return Situation(inputs_DI, decide(np.zeros((1, 3), dtype=np.int64)), decide)
+        return Situation(inputs_DI, decide)
 
     def choices(self, job: Job, carry: bytes) -> Choices:  # noqa: ARG002 - one for the whole job
         """One per lever; neutral where the carry holds none."""
