@@ -18,7 +18,6 @@ from dynamix.cli.commands import doctor as checks
 from dynamix.cli.commands.doctor import DoctorCheck, credential, is_alive
 from dynamix.cli.main import main
 from dynamix.collector.ebpf.probe import Counters
-from dynamix.collector.window import WantedProbe
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.settings import BusSettings
 from dynamix.schemas.messages import Live
@@ -116,7 +115,6 @@ def test_the_command_writes_json_and_says_by_its_code_that_nothing_fatal_is_miss
     assert (python["present"], python["needed_for"], python["fix"], python["fatal"]) == (True, "everything", "", False)
     needs = [check["present"] for check in written["findings"] if check["needed_for"] == "eBPF probes"]
     assert len(needs) == 5
-    assert (written["probe"] == "ebpf") == all(needs)
 
 
 def test_a_broker_that_is_away_is_fatal_where_it_was_asked_for(
@@ -215,29 +213,6 @@ def test_cgroup_2_is_found_where_all_groups_are_seen(
 def test_missing_headers_are_named_with_their_package(machine: Machine) -> None:
     lacks = machine.check("headers")
     assert (lacks.present, "linux-headers-amd64" in lacks.fix) == (False, True)
-
-
-ALL = [DoctorCheck("headers", "eBPF probes", "")]
-NO_HEADERS = [DoctorCheck("headers", "eBPF probes", "", "fix"), DoctorCheck("bcc", "eBPF probes", "", "fix")]
-TCP, NO_TCP = [DoctorCheck("TCP_INFO", "training", "")], [DoctorCheck("TCP_INFO", "training", "", "fix")]
-
-
-@pytest.mark.parametrize(
-    ("wanted", "kernel", "programs", "present", "found"),
-    [
-        ("auto", TCP, ALL, True, "`auto` takes ebpf: `dynamix doctor --ebpf` tries it"),
-        ("auto", TCP, NO_HEADERS, True, "`auto` takes tcp_info: eBPF lacks headers, bcc"),
-        ("auto", NO_TCP, NO_HEADERS, True, "`auto` takes proc: eBPF lacks headers, bcc"),
-        ("proc", TCP, ALL, True, "proc, as DYNAMIX_COLLECTOR_PROBE says"),
-        ("ebpf", TCP, ALL, True, "ebpf, as DYNAMIX_COLLECTOR_PROBE says"),
-        ("ebpf", TCP, NO_HEADERS, False, "the collector refuses to start: eBPF is wanted and lacks headers, bcc"),
-    ],
-)
-def test_it_says_which_probe_the_collector_takes_and_why(
-    wanted: WantedProbe, kernel: list[DoctorCheck], programs: list[DoctorCheck], *, present: bool, found: str
-) -> None:
-    _, check = checks.chosen(kernel, programs, wanted)
-    assert (check.present, check.found) == (present, found)
 
 
 @pytest.mark.parametrize(("received", "counted"), [(999_999, "999,999 bytes"), (None, "nothing")])

@@ -31,7 +31,6 @@ from dynamix.collector.ebpf.loader import DISTRIBUTION_DIRECTORIES, find_bcc, fi
 from dynamix.collector.ebpf.probe import open_probe, v2_mount
 from dynamix.collector.ebpf.syscall import ProbeError
 from dynamix.collector.observation import CollectorSettings
-from dynamix.collector.window import WantedProbe
 from dynamix.runtime.bus import Bus, BusError, PermissionDeniedError, StreamMissingError, StreamState
 from dynamix.runtime.embedded import EmbeddedServerError, server_binary
 from dynamix.runtime.log import configure as configure_log
@@ -76,7 +75,6 @@ class DoctorCheck(msgspec.Struct, frozen=True):
 
 OLDEST_SERVER = (2, 15, 1)
 """Older ones have known holes: CVE-2026-33218 and its batch."""
-TCP_INFO = "TCP_INFO"
 TCP_INFO_BYTES = 136
 """Up to tcpi_bytes_received: bytes acknowledged and received are since Linux 4.1."""
 PROC_FILES = ("stat", "status", "net/dev", "net/snmp")
@@ -122,30 +120,22 @@ def run(arguments: argparse.Namespace) -> int:
         here = node(os.environ)
     if arguments.ebpf:
         tried = [*programs(), try_ebpf(settings.cgroup)]
-        return _show({EBPF: tried}, {}, arguments.json, all_fatal=True)
-    of_kernel, of_ebpf = kernel(), programs()
+        return _show({EBPF: tried}, arguments.json, all_fatal=True)
     broker = asyncio.run(bus(find(os.environ), configured=names_broker(os.environ)))
-    probe, why = chosen(of_kernel, of_ebpf, settings.probe)
     sections = {
         "Software": software(),
         "Broker and services": [here, *broker],
-        "Kernel, as every user sees it": of_kernel,
-        EBPF: [*of_ebpf, why],
+        "Kernel, as every user sees it": kernel(),
+        EBPF: programs(),
     }
-    return _show(sections, {"probe": probe}, arguments.json)
+    return _show(sections, arguments.json)
 
 
-def _show(
-    sections: Mapping[str, Sequence[DoctorCheck]],
-    also: Mapping[str, str],
-    destination: str | None,
-    *,
-    all_fatal: bool = False,
-) -> int:
+def _show(sections: Mapping[str, Sequence[DoctorCheck]], destination: str | None, *, all_fatal: bool = False) -> int:
     """Print the checks and write them as JSON; the exit code."""
     checks = [check for section in sections.values() for check in section]
     found = [{**msgspec.structs.asdict(check), "present": check.present, "fatal": check.is_fatal} for check in checks]
-    write_result({"findings": found, **also}, report(sections), destination)
+    write_result({"findings": found}, report(sections), destination)
     return 1 if any((not check.present and all_fatal) or check.is_fatal for check in checks) else 0
 
 
@@ -241,7 +231,7 @@ def kernel(root: Path = Path("/")) -> list[DoctorCheck]:
     whole = size >= TCP_INFO_BYTES
     shown = f"{size} bytes" + (", with traffic and retransmissions" if whole else " only")
     newer = "" if whole else "a newer kernel; until then traffic is per namespace"
-    return [proc, DoctorCheck("schedstat", "training", what, fix), DoctorCheck(TCP_INFO, "training", shown, newer)]
+    return [proc, DoctorCheck("schedstat", "training", what, fix), DoctorCheck("TCP_INFO", "training", shown, newer)]
 
 
 # --- the broker and what runs on it
@@ -390,23 +380,6 @@ def programs(root: Path = Path("/"), system: os.uname_result | None = None) -> l
         else (no_headers, get_headers),
     }
     return [DoctorCheck(name, "eBPF probes", *finding) for name, finding in findings.items()]
-
-
-def chosen(
-    kernel: Sequence[DoctorCheck], programs: Sequence[DoctorCheck], wanted: WantedProbe
-) -> tuple[WantedProbe, DoctorCheck]:
-    """The probe that a collector of this user and these settings takes, and why, as a check."""
-    missing = ", ".join(check.name for check in programs if not check.present)
-    if wanted == "ebpf" and missing:
-        what = f"the collector refuses to start: eBPF is wanted and lacks {missing}"
-        fix = "what stands above, or DYNAMIX_COLLECTOR_PROBE=auto"
-        return wanted, DoctorCheck("probe", "training", what, fix)
-    if wanted != "auto":
-        return wanted, DoctorCheck("probe", "training", f"{wanted}, as DYNAMIX_COLLECTOR_PROBE says")
-    has_tcp_info = next(check for check in kernel if check.name == TCP_INFO).present
-    probe: WantedProbe = "ebpf" if not missing else "tcp_info" if has_tcp_info else "proc"
-    because = f"eBPF lacks {missing}" if missing else "`dynamix doctor --ebpf` tries it"
-    return probe, DoctorCheck("probe", "training", f"`auto` takes {probe}: {because}")
 
 
 def _cgroup(root: Path) -> Finding:

@@ -63,7 +63,17 @@ def evaluate(arguments: argparse.Namespace) -> int:
         ["dynamix", "evaluate", "--scenarios", arguments.scenarios, *which, "--seeds", str(arguments.seeds)]
     )
     with explained(OSError, ValueError, EpisodeError):
-        suite, rows, tuned, cells, against = planned(arguments)
+        suite = suite_named(arguments.scenarios)
+        asked = read_rows(Path(arguments.rows)) if arguments.rows else parse_rows(arguments.policies)
+        rows = with_references(asked)
+        if arguments.exchange is not None:
+            rows = [row.permitted(arguments.exchange) for row in rows]
+        tuned = read_tuned(Path(arguments.tuned) if arguments.tuned else scenario_root() / TUNED_FILE)
+        of_exchanges = scenario_root() / TUNED_EXCHANGE_FILE
+        if arguments.exchange is not None and not arguments.tuned and of_exchanges.exists():
+            tuned = tuned.with_choices(read_tuned(of_exchanges))
+        cells = plan(suite, rows, range(arguments.seeds), tuned)
+        against = [row.label for row in asked if row.against]
         with Ledger(Path(arguments.results)) as ledger:
             with ProgressLine() as progress:
                 for warning in _warnings(suite, rows, tuned, cells):
@@ -78,26 +88,6 @@ def evaluate(arguments: argparse.Namespace) -> int:
             show(verdict)
         write_json(verdict, arguments.json)
     return exit_code
-
-
-def planned(
-    arguments: argparse.Namespace,
-) -> tuple[Suite, list[Row], Tuned, list[ComparisonCell], list[str]]:
-    """The comparison that the arguments ask for: suite, rows, runs, and the labels of the rows to compare with.
-
-    Raises ValueError when a policy or scenario cannot be used.
-    """
-    suite = suite_named(arguments.scenarios)
-    asked = read_rows(Path(arguments.rows)) if arguments.rows else parse_rows(arguments.policies)
-    rows = with_references(asked)
-    if arguments.exchange is not None:
-        rows = [row.permitted(arguments.exchange) for row in rows]
-    tuned = read_tuned(Path(arguments.tuned) if arguments.tuned else scenario_root() / TUNED_FILE)
-    of_exchanges = scenario_root() / TUNED_EXCHANGE_FILE
-    if arguments.exchange is not None and not arguments.tuned and of_exchanges.exists():
-        tuned = tuned.with_choices(read_tuned(of_exchanges))
-    cells = plan(suite, rows, range(arguments.seeds), tuned)
-    return suite, rows, tuned, cells, [row.label for row in asked if row.against]
 
 
 def _warnings(suite: Suite, rows: Sequence[Row], tuned: Tuned, cells: Sequence[ComparisonCell]) -> Iterator[str]:
