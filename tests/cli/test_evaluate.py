@@ -209,10 +209,3 @@ def test_a_run_is_told_as_a_table_and_as_json(scenario: str, capsys: pytest.Capt
     assert result["windows"][2]["local_batch_sizes"] == [52, 12]  # 64 by 4 : 1
     assert result["windows"][-1]["time_s"] == pytest.approx(result["virtual_time_s"])
     assert shown.err.count("window ") == result["num_windows"]
-
-
-def test_missing_data_is_said_with_the_way_to_get_it(
-    scenario: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["simulate", scenario, "--policy", "static", "--data", str(tmp_path)]) == 1
-    assert "make data" in capsys.readouterr().err

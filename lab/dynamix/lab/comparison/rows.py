@@ -295,8 +295,10 @@ def parse_rows(text: str) -> tuple[Row, ...]:
             key, equals, value = pair.partition("=")
             if not equals or not value:
                 raise ValueError(f"policy {piece!r}: write NAME[:KEY=VALUE,...], {pair!r} is not KEY=VALUE")
-            is_of_row = key in {"local_batch_size", "learning_rate_factor", "exchange", "files", "against"}
-            (table if is_of_row else options)[key] = [value] if key == "files" else value
+            if key in {"local_batch_size", "learning_rate_factor", "exchange", "files", "against"}:
+                table[key] = [value] if key == "files" else value
+            else:
+                options[key] = value
         try:
             rows.append(make_row(table, strict=False))
         except ValueError as error:

@@ -18,9 +18,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import safetensors
+import safetensors.numpy
 from msgspec import Meta
-from safetensors.numpy import save
 
 from dynamix.arbitrator.policies.policy import Array32, Array64
 from dynamix.runtime.input_files import read_regular
@@ -35,7 +34,6 @@ FORMAT = 1
 METADATA_KEY = "dynamix"
 MAX_BYTES = 32 << 20
 """Our networks take a few hundred KB; what is larger is something else."""
-_KINDS: dict[str, str] = {"F32": "<f4", "F64": "<f8", "I64": "<i8"}
 _NEVER_NEGATIVE = (".count", ".m2", ".step", ".exp_avg_sq")
 
 SUFFIX = ".safetensors"
@@ -159,7 +157,7 @@ class PolicyFile(NamedTuple):
             return self.content
         text = json.dumps(msgspec.to_builtins(self.metadata), sort_keys=True, separators=(",", ":"))
         little = {name: np.ascontiguousarray(array) for name, array in self.tensors.items()}
-        return save(little, {METADATA_KEY: text})
+        return safetensors.numpy.save(little, {METADATA_KEY: text})
 
     @property
     def digest(self) -> str:
@@ -198,23 +196,19 @@ def _content_of(data: bytes) -> tuple[PolicyMetadata, dict[str, Array]]:
     if len(data) > MAX_BYTES:
         raise PolicyFileError(f"{len(data)} bytes are over the limit of {MAX_BYTES}")
     try:
-        found: list[tuple[str, dict[str, Any]]] = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
+        tensors = safetensors.numpy.load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])  # it was checked just now
         metadata = msgspec.json.decode(header.get("__metadata__", {}).get(METADATA_KEY, ""), type=PolicyMetadata)
     except safetensors.SafetensorError as error:
         raise PolicyFileError(f"its tensors or metadata cannot be read: {error}") from error
-    except (ValueError, RecursionError) as error:  # a text of half characters cannot even be encoded
+    except (ValueError, LookupError, RecursionError) as error:  # a text of half characters cannot even be encoded
         raise PolicyFileError(f"not a policy file of DYNAMIX: {error}") from error
     if metadata.format != FORMAT:
         raise PolicyFileError(f"format {metadata.format}, this program reads {FORMAT}")
-    tensors: dict[str, Array] = {}
-    for name, entry in found:
-        if (dtype := _KINDS.get(entry["dtype"])) is None:
-            raise PolicyFileError(f"tensor {name!r} is of type {entry['dtype']}: use one of {', '.join(_KINDS)}")
-        tensors[name] = np.frombuffer(entry["data"], dtype=dtype).reshape(entry["shape"])
-        if not np.isfinite(tensors[name]).all():
+    for name, array in tensors.items():
+        if not np.isfinite(array).all():
             raise PolicyFileError(f"tensor {name!r} holds numbers that are not finite")
-        if name.endswith(_NEVER_NEGATIVE) and (tensors[name] < 0).any():
+        if name.endswith(_NEVER_NEGATIVE) and (array < 0).any():
             raise PolicyFileError(f"tensor {name!r} holds a negative number")
     return metadata, tensors
 
