@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -421,22 +421,6 @@ def _compare(steps: Iterable[Step], counts: OutputCounts) -> None:
 # --- arbitrator ------------------------------------------------------------------------------------------------------
 
 
-class _Recorded(NamedTuple):
-    """A record of ACTIONS."""
-
-    record: Record
-    action: Action | None
-    """`None` when the record cannot be decoded."""
-
-    @classmethod
-    def of(cls, record: Record) -> Self:
-        return cls(record, decode_or_none(Action, record.subject, record.payload))
-
-    @property
-    def generation(self) -> int:
-        return -1 if self.action is None else self.action.generation
-
-
 class _Arbitrator:
     """Decides one job as the recorded arbitrator did, generation by generation.
 
@@ -456,16 +440,8 @@ class _Arbitrator:
         """
         self._counts = counts
         self._files = [PolicyFile.read(file) for file in policy_files]
-        jobs, start = _find_start(path)
-        first_generation = 0 if start is None else start.generation
-        self._jobs = {generation: job for generation, job in jobs.items() if generation >= first_generation}
-        """The specifications of the generations to decide."""
-        self._start = 0 if start is None else start.record.sequence
-        """Sequence of the action to continue from."""
-        self._actions = (_Recorded.of(record) for record in _until_cut(path) if record.stream == ACTIONS.name)
-        """Actions of the capture, read ahead of the states; memory holds one."""
-        self._following = next(self._actions, None)
-        """The recorded action after the newest one that was compared; `None` at the end."""
+        self._jobs, self._actions, start = _read_ahead(path)
+        """The specifications of the generations to decide, and the recorded actions that were not compared yet."""
         self._generation = -1
         """The newest one that was opened."""
         self._opened: set[int] = set()
@@ -478,8 +454,10 @@ class _Arbitrator:
         """Decisions of this generation after its last recorded one."""
         self._restarted_at = 0
         """Sequence of the recorded action before which the fold was started again."""
-        if self._start:
-            counts.add_note(f"begins after the action at {self._start}: what was before is not in the capture")
+        if start:
+            counts.add_note(f"begins after the action at {start}: what was before is not in the capture")
+        while self._actions and self._actions[0][0].sequence <= start:
+            self._pass_over()
 
     def decide(self, played: Iterable[Record]) -> None:
         """Decide what the states make possible; other messages count only as recorded actions and specifications."""
@@ -496,24 +474,19 @@ class _Arbitrator:
             except MISTAKES as error:
                 self._fold = None
                 self._counts.add_note(f"generation {self._generation} is not decided any more: {reason_of(error)[0]}")
-        while self._following is not None:  # what the fold did not reach
-            self._pass_over(self._following)
+        while self._actions:  # what the fold did not reach
+            self._pass_over()
 
     def _open(self, generation: int) -> None:
         """Start a generation as the arbitrator does: from the newest action, with the policy that decided next."""
-        while (found := self._following) is not None and (
-            found.record.sequence <= self._start or (found.action is not None and found.generation < generation)
-        ):
-            self._pass_over(found)
+        while self._actions and (before := self._actions[0][1]) is not None and before.generation < generation:
+            self._pass_over()
         self._generation, self._fold = generation, None
         self._opened.add(generation)
         self._states.clear()
         self._num_after_last = 0
-        decided = None
-        if self._newest is not None and self._newest.generation == generation:
-            decided = self._newest
-        elif found is not None and found.generation == generation:
-            decided = found.action
+        known = (self._newest, self._actions[0][1] if self._actions else None)
+        decided = next((each for each in known if each is not None and each.generation == generation), None)
         job = self._jobs[generation]
         self._start_fold(job, self._policy(job, decided), b"" if decided is None else decided.profile)
 
@@ -545,21 +518,22 @@ class _Arbitrator:
 
     def _stored(self, action: Action) -> Action | None:
         """The action that ACTIONS has at this place; `None` when the fold was started again instead."""
-        found, fold = self._following, self._fold
+        fold = self._fold
         assert fold is not None, "it has decided"
-        if found is None or found.generation > action.generation:  # the capture ends first, or the job was restarted
+        record, recorded = self._actions[0] if self._actions else (None, None)
+        # the capture ends first, or the job was restarted
+        if record is None or (recorded is not None and recorded.generation > action.generation):
             self._num_after_last += 1
             if self._num_after_last > EDGE_WINDOWS:
                 self._counts.count_missing("only replayed", subjects.subject_of(action), _window_of(action))
             else:
                 self._counts.num_outside += 1
             return action
-        record, recorded = found
         if recorded is not None and recorded.gap and not action.gap and self._restarted_at != record.sequence:
             self._restarted_at = record.sequence  # once: if that does not help, it is a difference
             self._restart_without(fold, recorded)
             return None
-        self._following = next(self._actions, None)
+        self._actions.popleft()
         if recorded is not None and _window_of(recorded) != _window_of(action):
             self._counts.count_missing("only replayed", record.subject, _window_of(action))
             self._counts.num_uncompared += 1
@@ -581,16 +555,14 @@ class _Arbitrator:
             if sequence > recorded.watermark:
                 self._decide(sequence, state)
 
-    def _pass_over(self, found: _Recorded) -> None:
+    def _pass_over(self) -> None:
         """Adopt a recorded action uncompared; it is missing where the fold refused to decide its generation."""
-        self._following = next(self._actions, None)
-        record, action = found
-        if action is None or record.sequence <= self._start or action.generation not in self._opened:
+        record, action = self._actions.popleft()
+        if action is None or action.generation not in self._opened:
             self._counts.num_uncompared += 1
         else:
             self._counts.count_missing("only recorded", record.subject, _window_of(action), record.sequence)
-        if action is not None:
-            self._newest = action
+        self._newest = action or self._newest
 
     def _policy(self, job: Job, decided: Action | None) -> Policy:
         """The policy that a specification names; in the version of the file that decided an action.
@@ -619,39 +591,38 @@ class _Arbitrator:
         return policy
 
 
-def _find_start(path: Path) -> tuple[dict[int, Job], _Recorded | None]:
-    """The first specification of each generation, and the action to continue from, if any.
+def _read_ahead(path: Path) -> tuple[dict[int, Job], deque[tuple[Record, Action | None]], int]:
+    """The first specification of each generation to decide, all actions, and the sequence of the one to begin after.
 
-    An action is a checkpoint: the states after its watermark are all that later decisions need.
+    An action is a checkpoint: the states after its watermark are all that later decisions need. `None` stands for one
+    that cannot be decoded; 0: the job's first action is there with its inputs.
     """
     jobs: dict[int, Job] = {}
+    actions: deque[tuple[Record, Action | None]] = deque()
     generations: set[int] = set()
-    feed_first, start = 0, None
-    for record in _until_cut(path):
-        if record.stream == FEED.name:
-            feed_first = feed_first or record.sequence
-            if record.kind == "state" and (key := record.key) is not None:
-                generations.add(key.generation)
-        elif record.stream == JOBS.name:
-            job = decode_or_none(Job, record.subject, record.payload)
-            if job is not None and job.generation <= MAX_GENERATION:
-                jobs.setdefault(job.generation, job)  # a capture of the past has it after the states
-        elif start is None and feed_first and record.stream == ACTIONS.name:
-            found = _Recorded.of(record)
-            start = found if found.action is not None and feed_first <= found.action.watermark + 1 else None
-    if not generations:
-        raise ReplayError("the capture has no states: there is nothing to decide")
-    if not generations & jobs.keys():
-        raise ReplayError("the capture has no specification of the job: begin the next one while the job runs")
-    if start is None or start.action is None:
-        raise ReplayError("the capture has no action of the job together with its inputs: nothing can be compared")
-    return jobs, start if start.action.previous_hash else None
-
-
-def _until_cut(path: Path) -> Iterator[Record]:
-    """The records of a capture, up to where it is cut off."""
+    feed_first, start, first = 0, 0, None
     with contextlib.suppress(CutOffError):  # the player reports it
-        yield from records(path)
+        for record in records(path):
+            if record.stream == FEED.name:
+                feed_first = feed_first or record.sequence
+                if record.kind == "state" and (key := record.key) is not None:
+                    generations.add(key.generation)
+            elif record.stream == JOBS.name:
+                job = decode_or_none(Job, record.subject, record.payload)
+                if job is not None and job.generation <= MAX_GENERATION:
+                    jobs.setdefault(job.generation, job)  # a capture of the past has it after the states
+            elif record.stream == ACTIONS.name:
+                action = decode_or_none(Action, record.subject, record.payload)
+                actions.append((record, action))
+                if first is None and action is not None and feed_first and feed_first <= action.watermark + 1:
+                    first, start = action, record.sequence if action.previous_hash else 0
+    if not generations & jobs.keys():
+        what = "the capture has no specification of the job together with its states"
+        raise ReplayError(f"{what}: begin the next one while the job runs")
+    if first is None:
+        raise ReplayError("the capture has no action of the job together with its inputs: nothing can be compared")
+    begun = first.generation if start else 0
+    return {generation: job for generation, job in jobs.items() if generation >= begun}, actions, start
 
 
 def _window_of(action: Action) -> WindowKey:
