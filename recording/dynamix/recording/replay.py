@@ -24,6 +24,7 @@ from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.deciding.job_log import reason_of
 from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile, shipped_policy
+from dynamix.arbitrator.learned.policy_store import read_policy_file
 from dynamix.arbitrator.policies.policy import MISTAKES, NamedPolicy, Policy, digest_of
 from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.collector.agent import trace_of
@@ -439,7 +440,7 @@ class _Arbitrator:
             ValueError: when a policy file is invalid.
         """
         self._counts = counts
-        self._files = [PolicyFile.read(file) for file in policy_files]
+        self._files = [read_policy_file(file) for file in policy_files]
         self._jobs, self._actions, start = _read_ahead(path)
         """The specifications of the generations to decide, and the recorded actions that were not compared yet."""
         self._generation = -1

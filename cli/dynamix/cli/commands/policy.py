@@ -20,7 +20,7 @@ import msgspec
 
 from dynamix.arbitrator.learned.policy import action_set_of
 from dynamix.arbitrator.learned.policy_file import SUFFIX, PolicyFile, PolicyFileError, shipped_names
-from dynamix.arbitrator.learned.policy_store import PolicyStore, StoredPolicy, shipped_version
+from dynamix.arbitrator.learned.policy_store import PolicyStore, StoredPolicy, read_policy_file, shipped_version
 from dynamix.arbitrator.learned.response import dependence, is_dead, typical_states
 from dynamix.cli.arguments import add_action, add_json_argument, add_output_argument
 from dynamix.cli.connection import HOW_TO_START, NoBrokerError, connected, find
@@ -166,7 +166,7 @@ def _test(arguments: argparse.Namespace) -> ActionResult:
     from dynamix.lab.simulator.scenario import suite_named
 
     with explained(ValueError, OSError):
-        file = PolicyFile.read(arguments.file)
+        file = read_policy_file(arguments.file)
         suite = suite_named(arguments.scenarios or SUITE_OF[action_set_of(file.metadata).name])
     with ProgressLine() as progress:
         trial = tried(file, suite.scenarios, lambda name: progress.show(f"trying it in {name}"))
@@ -188,7 +188,7 @@ async def _export(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> 
 
 async def _import(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> ActionResult:
     with explained(PolicyFileError):
-        file = PolicyFile.read(arguments.file)
+        file = read_policy_file(arguments.file)
         action_set_of(file.metadata)
     if is_dead(dependence(file, typical_states(file))):
         raise CommandError(f"{arguments.file} is dead: its choices do not depend on its state (`dynamix policy test`)")

@@ -16,7 +16,7 @@ from typing import IO, NamedTuple, Self, get_args
 import msgspec
 
 from dynamix.arbitrator.learned.policy import LearnedPolicy
-from dynamix.arbitrator.learned.policy_file import PolicyFile
+from dynamix.arbitrator.learned.policy_store import read_policy_file
 from dynamix.arbitrator.policies.baselines import Static
 from dynamix.arbitrator.policies.policy import Policy
 from dynamix.arbitrator.policies.registry import POLICIES, extension_policy
@@ -270,4 +270,4 @@ def policy_of(setting: Row) -> Policy:
 
 @lru_cache(maxsize=64)
 def _learned(file: str) -> Policy:
-    return LearnedPolicy(PolicyFile.read(Path(file)))
+    return LearnedPolicy(read_policy_file(Path(file)))

@@ -18,7 +18,7 @@ import numpy as np
 from scipy.special import stdtrit  # scipy.stats.t.ppf, without a second of import
 
 from dynamix.arbitrator.deciding.signatures import spread_signature
-from dynamix.arbitrator.learned.policy_file import PolicyFile
+from dynamix.arbitrator.learned.policy_store import read_policy_file
 from dynamix.lab.simulator.cluster import Evaluation
 from dynamix.lab.simulator.episode import RunOutcome, code_digest, versions
 from dynamix.lab.simulator.exchange import Array64
@@ -348,7 +348,7 @@ def note_on(row: Row, suite: Suite) -> str:
     """
     if row.is_learned and not row.policy_files:
         return "no policy file comes with the package"
-    names = {name for file in row.policy_files for name in PolicyFile.read(Path(file)).metadata.scenarios}
+    names = {name for file in row.policy_files for name in read_policy_file(Path(file)).metadata.scenarios}
     train = {digest_of(scenario) for scenario in suite_named(TRAIN).scenarios} if names else set()
     known = [each.name for each in suite.scenarios if each.name in names and digest_of(each) in train]
     return f"learned on scenarios of this suite: {', '.join(known)}" if known else ""

@@ -22,7 +22,6 @@ import safetensors.numpy
 from msgspec import Meta
 
 from dynamix.arbitrator.policies.policy import Array32, Array64
-from dynamix.runtime.input_files import read_regular
 from dynamix.schemas.messages.allocation import Count, Text, Token
 from dynamix.schemas.subjects import check_token
 
@@ -177,19 +176,6 @@ class PolicyFile(NamedTuple):
         except PolicyFileError as error:
             raise PolicyFileError(f"{source}: {error}") from error
         return cls(metadata, tensors, bytes(data))
-
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """Read and check a file.
-
-        Raises:
-            PolicyFileError: as `from_bytes`, and when it cannot be read.
-        """
-        try:
-            data = read_regular(path)
-        except OSError as error:
-            raise PolicyFileError(f"cannot read the policy file {path}: {error.strerror}") from error
-        return cls.from_bytes(data, str(path))
 
 
 def _content_of(data: bytes) -> tuple[PolicyMetadata, dict[str, Array]]:
