@@ -31,9 +31,8 @@ from scipy.stats import spearmanr
 from dynamix.arbitrator.learned.policy_file import PPOSettings
 from dynamix.cli.main import main as dynamix
 from dynamix.cli.terminal import ProgressLine
-from dynamix.lab.comparison.figure import CURVE_POINTS, mean_curve
 from dynamix.lab.comparison.rows import Tuned, parse_rows, read_tuned
-from dynamix.lab.comparison.runs import Ledger, as_published, estimate, fill, plan
+from dynamix.lab.comparison.runs import Ledger, as_published, fill, plan
 from dynamix.lab.comparison.verdict import OutcomeTable, Verdict
 from dynamix.lab.learning import LearningUpdate, learn, plan_named
 from dynamix.lab.learning.trial import EXCHANGES, constant_times
@@ -280,8 +279,8 @@ EVALUATIONS: Mapping[str, Sequence[str]] = {
     "heldout": ("--seeds", "6", "--rows", str(ROOT / "scenarios/rows/heldout.toml")),
     "exchange-heldout": ("--exchange", "local", "--rows", str(ROOT / "scenarios/rows/exchange.toml")),
     "varying-heldout": (
-        *("--scenarios", "varying/heldout", "--policies", "static:track=1,local_batch_size=64"),
-        *("--against", "rule", "--seeds", "10"),
+        *("--scenarios", "varying/heldout", "--policies", "static:track=1,local_batch_size=64,rule:against=1"),
+        *("--seeds", "10"),
     ),
     "varying-bounds": (
         *("--scenarios", "varying/heldout", "--rows", str(ROOT / "scenarios/rows/varying.toml")),
@@ -317,6 +316,7 @@ SCALES = {
     "reduced": Scale("reduced", num_seeds=6, num_policy_seeds=3, num_updates=100),
     "full": Scale("full", num_seeds=12, num_policy_seeds=5, num_updates=200),
 }
+CURVE_POINTS = 200
 COLUMNS = ["median time to target, s", "missed", "accuracy at fixed time", "test accuracy", "mean local batch"]
 
 
@@ -377,9 +377,12 @@ class Laboratory:
         num_samples: int = 0,
     ) -> OutcomeTable:
         """Run rows in scenarios under all seeds, to a number of samples if one is given."""
-        files = {policy: [run.path for run in runs] for policy, runs in learned.items()}
+        files = {policy: tuple(run.path for run in runs) for policy, runs in learned.items()}
         suite = Suite(name="results", scenarios=tuple(scenarios))
-        rows = parse_rows(",".join(map(_row_text, labels)), files)
+        rows = [
+            msgspec.structs.replace(row, files=files.get(row.policy, ()))
+            for row in parse_rows(",".join(map(_row_text, labels)))
+        ]
         cells = plan(suite, rows, range(self.scale.num_seeds), tuned or self._tuned)
         line = ProgressLine(30.0)
 
@@ -390,7 +393,6 @@ class Laboratory:
             if num_samples and not self._known:
                 run_to(num_samples, cells, ledger, self._directory, self._data)
             elif not self._known:
-                print(f"  {estimate(cells, ledger, jobs=self._jobs)}", flush=True)
                 fill(cells, ledger, jobs=self._jobs, data=self._data, on_progress=show)
             return OutcomeTable(suite.scenarios, cells, ledger, rows)
 
@@ -499,8 +501,9 @@ def _accuracy_panel(table: OutcomeTable, labels: Sequence[str], scenario: Scenar
     for label in labels:
         if not (runs := [curve for curve in table.curves(label, scenario.name) if curve]):
             continue
-        times_s = np.linspace(0, max(curve[-1][0] for curve in runs), CURVE_POINTS)
-        curves[label] = list(zip(times_s.tolist(), mean_curve(runs, times_s).tolist(), strict=True))
+        times_s = np.linspace(0, max(curve[-1].time_s for curve in runs), CURVE_POINTS)
+        means = np.mean([np.interp(times_s, *np.array(curve, dtype=float).T[:2]) for curve in runs], axis=0)
+        curves[label] = list(zip(times_s.tolist(), means.tolist(), strict=True))
     return Panel(scenario.name, "virtual time [s]", "validation accuracy", curves, limit=scenario.target_accuracy)
 
 
@@ -580,10 +583,9 @@ OTHERS: Mapping[str, Callable[[Laboratory], Result]] = {
 
 def evaluated(name: str, options: argparse.Namespace) -> Result:
     """Run `dynamix evaluate` on the held-out scenarios; every policy over all families and in each."""
-    path, image = options.work / f"{name}.json", options.csv / f"{name}.png"
-    options.csv.mkdir(parents=True, exist_ok=True)
+    path = options.work / f"{name}.json"
     arguments = ["evaluate", "--results", str(options.work / f"{name}.jsonl"), *EVALUATIONS[name]]
-    arguments += ["--json", str(path), "--png", str(image), "--jobs", str(options.jobs)]
+    arguments += ["--json", str(path), "--jobs", str(options.jobs)]
     if options.seeds:
         arguments += ["--seeds", str(options.seeds)]
     if code := dynamix(arguments):

@@ -11,7 +11,7 @@ import structlog
 from tests.support import examples, learned
 from tests.support.old_server import OldServer
 
-from dynamix.arbitrator.learned.policy_file import PolicyFile
+from dynamix.arbitrator.learned.policy_file import PolicyFile, UpdateStats
 from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.learning import service
 from dynamix.arbitrator.learning.rollout import Recording
@@ -24,6 +24,7 @@ from dynamix.schemas.messages import Job, Reward
 FIRST = learned.policy_file(seeds=(1,))
 NEXT = [learned.policy_file(seeds=(seed,)).to_bytes() for seed in range(2, 5)]
 NO_TIME_S = 1e-9
+STATS = UpdateStats(**dict.fromkeys(UpdateStats.__struct_fields__, 0.5))
 
 
 def job_of(generation: int = 0, phase: str = "running", **changes: Any) -> Job:
@@ -109,7 +110,7 @@ class Updates:
     def __call__(self, content: bytes, lessons: Sequence[tuple[Recording, bool]]) -> Outcome:
         assert PolicyFile.from_bytes(content)
         self.lessons.append(list(lessons))
-        return Outcome(NEXT[len(self.lessons)], [1.0], 0.5, 0.0, [])
+        return Outcome(NEXT[len(self.lessons)], [], (1.0,), STATS)
 
 
 @pytest.fixture

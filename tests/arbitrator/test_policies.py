@@ -47,12 +47,6 @@ def observe(sizes: tuple[int, ...], throughput: tuple[float, ...], *, age: int =
     return obs_WF
 
 
-def test_trainers_know_the_names_of_all_our_policies() -> None:
-    assert {*POLICIES, *EXTRAS, *shipped_names()} == OUR_POLICIES
-    assert {*EXTRAS} <= {*policy_names()}
-    assert {Rule.name} == RECURRING
-
-
 def test_static_sets_the_exchange_that_its_options_name_where_the_job_permits_it() -> None:
     static, obs_WF = policy_named("static"), observe((64,) * 4, (1.0,) * 4)
     for permission, options, expected in (
@@ -114,12 +108,15 @@ def test_the_document_is_up_to_date_and_every_policy_of_the_folder_is_registered
     assert found == set(POLICIES), "registry.POLICIES does not list every policy of this folder"
 
 
-def test_the_schemas_name_exactly_the_policies_that_leave_the_division_to_the_ranks() -> None:
+def test_the_schemas_name_our_policies_and_those_that_leave_the_division_to_the_ranks() -> None:
     shipped = {name: PolicyFile.from_bytes(shipped_policy(name) or b"") for name in SHIPPED_POLICIES}
     every = [*POLICIES.values(), *(LearnedPolicy(file) for file in shipped.values())]
     found = {policy.name for policy in every if "track" in policy.options and policy.options["track"].default == 1}
     assert found == DIVIDED_BY_RANKS
     assert DEFAULT_POLICY in POLICIES
+    assert {*POLICIES, *EXTRAS, *shipped_names()} == OUR_POLICIES
+    assert {*EXTRAS} <= {*policy_names()}
+    assert {Rule.name} == RECURRING
     assert {name for name in shipped_names() if not name[-1].isdigit()} == set(SHIPPED_POLICIES)
     assert set(PRESETS) == set(SHIPPED_POLICIES)
     assert LearnerSettings().policy in SHIPPED_POLICIES
@@ -134,11 +131,10 @@ def test_a_job_begins_with_the_split_that_its_policy_decides(name: str, track: f
     assert allocation_of(policy_named(name).options, job, (1,)).split == expected
 
 
-def test_stigmergy_decides_nothing_and_leaves_the_sizes_to_the_traces_of_agents() -> None:
+def test_stigmergy_leaves_the_sizes_to_the_traces_of_agents() -> None:
     job = examples.job(policy="stigmergy", supports_tracking=True)
     decision = policy_named("stigmergy").decide(job, 5, observe((100, 60, 30, 40), (1.0,) * 4), GLOBAL_F, b"")
-    assert decision.allocation == Allocation((100, 60, 30, 40), "traces")
-    assert decision.carry == b""
+    assert (decision.allocation, decision.carry) == (Allocation((100, 60, 30, 40), "traces"), b"")
     assert initial_split("stigmergy", {}, supports_tracking=False) == "traces"
 
 

@@ -68,10 +68,8 @@ async def test_learners_that_put_at_once_each_get_a_version_of_their_own(bus: Bu
     files = [FIRST, SECOND, THIRD, *MORE]
     stored = await asyncio.gather(*[PolicyStore(bus).put("mine", data) for data in files])
     assert sorted(one.version for one in stored) == [1, 2, 3, 4, 5]
-    for one, data in zip(stored, files, strict=True):
-        found = await PolicyStore(bus).find("mine", one.version)
-        assert found is not None
-        assert found.data == data
+    listed = {one.version: one.data for one in await PolicyStore(bus).versions()}
+    assert listed == {one.version: data for one, data in zip(stored, files, strict=True)}
 
 
 async def test_the_oldest_version_makes_room_and_a_full_stream_takes_no_other_name(server: ConfiguredServer) -> None:

@@ -18,7 +18,7 @@ NUM_INPUTS, NUM_ACTIONS, NUM_ROWS = 6, (3, 2), 48
 SMALL = PPOSettings(hidden_sizes=(8, 7), num_minibatches=3, update_epochs=2, target_kl=None, learning_rate=0.01)
 VARIANTS = {
     "clipped": SMALL,
-    "clipped, value loss free": msgspec.structs.replace(SMALL, clip_vloss=False),
+    "clipped, value loss too": msgspec.structs.replace(SMALL, clip_vloss=True),
     "clipped, advantages as they are": msgspec.structs.replace(SMALL, norm_adv=False),
     "simplified": msgspec.structs.replace(SMALL, objective="simplified"),
 }

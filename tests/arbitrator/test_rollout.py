@@ -13,11 +13,10 @@ from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.learned.policy import ActionSet, JobLevers, LearnedPolicy, PublishedActions
 from dynamix.arbitrator.learned.policy_file import (
     ActionSetName,
-    Forward,
+    Network,
     Normalisation,
     PolicyFile,
     log_softmax,
-    of_levers,
 )
 from dynamix.arbitrator.learning.rollout import Recording, RolloutError, Trajectory, trajectory_of
 from dynamix.schemas.messages import Action, Applied, Job, RankReward, Reward, State
@@ -129,13 +128,13 @@ def test_logprobs_and_values_computed_again_equal_the_recorded_ones(action_set: 
     record = recording([(t, t + 2) for t in range(10)], action_set=action_set, num_windows=12)
     file = learned.policy_file(action_set)
     found = trajectory_of(record, ACTION_SETS[action_set])
-    forward = Forward(file.tensors, 2)
+    network = Network(file)
     inputs = Normalisation.of_tensors(file.tensors).applied(found.inputs_TDI.reshape(-1, found.inputs_TDI.shape[-1]))
     again, actions = np.zeros(len(inputs)), found.actions_TDL.reshape(len(inputs), -1)
-    for lever, logits in enumerate(of_levers(forward.logits(inputs), file.metadata.actions)):
+    for lever, logits in enumerate(network.logits(inputs)):
         again += log_softmax(logits)[np.arange(len(inputs)), actions[:, lever]]
     assert again.tolist() == found.logprobs_TD.reshape(-1).tolist()
-    assert forward.values(inputs).tolist() == found.values_TD.reshape(-1).tolist()
+    assert network.values(inputs).tolist() == found.values_TD.reshape(-1).tolist()
     assert len(np.unique(actions, axis=0)) > 2
 
 

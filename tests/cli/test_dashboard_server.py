@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 from tests.support import examples
 from tests.support.examples import reward
 
-from dynamix.cli.dashboard import token_of
+from dynamix.cli.commands.dashboard import token_of
 from dynamix.cli.dashboard.server import COOKIE, HEADERS, SESSION_S, DashboardServer, Gate
 from dynamix.cli.documents import CapturedJob
 from dynamix.cli.fleet import Fleet
@@ -373,17 +373,12 @@ async def test_every_answer_forbids_what_is_not_from_this_server() -> None:
         assert headers["content-security-policy"].startswith("default-src 'none'")
 
 
-def test_loopback_needs_no_token_and_everything_else_gets_a_new_one() -> None:
+def test_beyond_loopback_a_token_is_needed_from_the_file_or_a_new_one(tmp_path: Path) -> None:
     assert token_of("127.0.0.1", None) == token_of("localhost", None) == ""
     found = {token_of(host, None) for host in ("0.0.0.0", "::", "10.0.0.7", "0.0.0.0")}
-    assert len(found) == 4
-    assert min(map(len, found)) == 32
-
-
-def test_a_token_is_read_of_its_file(tmp_path: Path) -> None:
-    file = tmp_path / "token"
-    file.write_text(TOKEN + "\n")
-    assert token_of("127.0.0.1", str(file)) == TOKEN
+    assert (len(found), min(map(len, found))) == (4, 32)
+    (tmp_path / "token").write_text(TOKEN + "\n")
+    assert token_of("127.0.0.1", str(tmp_path / "token")) == TOKEN
     with pytest.raises(OSError, match="not a regular file"):
         token_of("127.0.0.1", "/dev/zero")
 

@@ -75,47 +75,31 @@ def test_running_jobs_are_listed_first_and_the_newest_before_the_others() -> Non
     ]
 
 
-def test_signatures_refusals_and_lost_readings_are_alarms() -> None:
+def test_what_is_wrong_with_a_job_is_an_alarm_until_it_is_history() -> None:
     window = msgspec.structs.replace(examples.window(window=5), num_readings_lost=3)
     refused = applied(0, 2, num_refused={"too old": 2, "bounds": 0})
     view = view_of(examples.job(), window, examples.action(0), refused, event(5))
     texts = [alarm.text for alarm in alarms_of_job(view, NOW)]
-    assert texts == [
-        "size-stuck: 75% of the ranks were at their minimum of 32 (window 5)",
-        "the trainer refused 2 decisions: 2 too old",
-        "node-a: 3 windows without kernel counters, since reports came late",
-    ]
-
-
-def test_a_job_without_decisions_and_one_that_was_killed_are_alarms() -> None:
+    assert [text.partition(":")[0] for text in texts] == ["size-stuck", "the trainer refused 2 decisions", "node-a"]
     view = view_of(examples.job(), examples.window(window=4))
     assert ["no decision in 5 windows" in alarm.text for alarm in alarms_of_job(view, NOW)] == [True]
     (alarm,) = alarms_of_job(view, NOW + 300 * S)
-    assert (alarm.level, alarm.text) == (
-        "error",
-        "no message for 5 min, and no end: its processes were probably killed",
-    )
+    assert (alarm.level, alarm.text.partition(",")[0]) == ("error", "no message for 5 min")
     assert list(alarms_of_job(view, NOW + 4000 * S)) == []
 
 
-def test_missing_services_and_dead_letters_are_alarms() -> None:
+def test_missing_services_dead_letters_and_a_node_without_a_collector_are_alarms() -> None:
     heartbeats = Heartbeats()
     for service in ("collector", "reward"):
         counters = {"dead_letters": 2} if service == "reward" else {}
-        heartbeats.record(Live(service=service, instance="one", uptime_s=5.0, counters=counters), 100.0)
-    found = [(alarm.level, alarm.subject) for alarm in alarms_of([], heartbeats, now_ns=NOW, now_s=101.0)]
-    assert found == [("error", "arbitrator"), ("warning", "services")]
-
-
-def test_a_node_of_a_running_job_without_a_collector_is_an_alarm() -> None:
-    heartbeats = Heartbeats()
-    for service in ("collector", "reward", "arbitrator"):
-        heartbeats.record(Live(service=service, instance="one", node="node-b", uptime_s=5.0), 100.0)
-    (alarm,) = alarms_of([view_of(examples.job())], heartbeats, now_ns=NOW, now_s=101.0)
-    assert (alarm.level, alarm.subject) == ("error", examples.JOB)
-    assert alarm.text.startswith("no collector on node-a: start it there")
+        live = Live(service=service, instance="one", node="node-b", uptime_s=5.0, counters=counters)
+        heartbeats.record(live, 100.0)
+    found = alarms_of([view_of(examples.job())], heartbeats, now_ns=NOW, now_s=101.0)
+    expected = [("error", "arbitrator"), ("warning", "services"), ("error", examples.JOB)]
+    assert [(alarm.level, alarm.subject) for alarm in found] == expected
+    assert found[-1].text.startswith("no collector on node-a: start it there")
     measured = view_of(examples.job(), examples.window())
-    assert list(alarms_of([measured], heartbeats, now_ns=NOW, now_s=101.0)) == []
+    assert len(alarms_of([measured], heartbeats, now_ns=NOW, now_s=101.0)) == 2
 
 
 def test_a_capture_that_is_cut_off_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:

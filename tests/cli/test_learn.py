@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.support import learning
 
-from dynamix.arbitrator.learned.policy_file import PolicyFile
+from dynamix.arbitrator.learned.policy_store import read_policy_file
 from dynamix.cli.main import main
 from dynamix.extras.calibration.fit import scenario_text
 
@@ -36,7 +36,7 @@ def test_it_writes_a_policy_of_the_preset_as_it_was_changed_and_says_what_it_is_
     told = capsys.readouterr()
     assert "update 3/3  return" in told.err
     assert f"wrote {output}" in told.out
-    metadata = PolicyFile.read(output).metadata
+    metadata = read_policy_file(output).metadata
     assert (metadata.policy, metadata.seeds, metadata.settings.update_epochs) == ("mine", (3,), 1)
     assert (metadata.settings.objective, metadata.reward_formula) == ("simplified", "paper-adam")
     assert metadata.reward_weights == {"accuracy": 1.0, "alpha": 1.0, "beta": 0.1, "delta": 0.0, "eta": 0.01}

@@ -210,25 +210,25 @@ def private(tmp_path: Path) -> dict[str, str]:
     return {"XDG_RUNTIME_DIR": str(tmp_path), "HOME": str(tmp_path / "home")}
 
 
-def test_a_running_up_is_found_by_a_file_for_its_user_only(private: dict[str, str]) -> None:
+def test_a_running_up_is_found_by_a_file_for_its_user_only_while_it_runs(private: dict[str, str]) -> None:
     with connection.published(BROKER, private) as file:
         assert file.stat().st_mode & 0o777 == 0o600
         assert file.parent.stat().st_mode & 0o777 == 0o700
         assert connection.find(private) == connection.find({**private, "DYNAMIX_NATS_URL": ""}) == BROKER
         found = connection.find({**private, "DYNAMIX_NATS_URL": "nats://127.0.0.1:5000"})
         assert (found.url, found.password) == ("nats://127.0.0.1:5000", ""), "the environment counts more"
-    assert connection.find(private) == BusSettings()
-
-
-def test_a_file_that_others_may_read_or_that_is_not_ours_is_refused(private: dict[str, str]) -> None:
-    with connection.published(BROKER, private) as file:
         file.chmod(0o644)
         with pytest.raises(CommandError, match="is open to other users"):
             connection.find(private)
         file.chmod(0o600)
+        content = file.read_bytes()
         file.write_text("{")
         with pytest.raises(CommandError, match="remove it"):
             connection.find(private)
+    assert connection.find(private) == BusSettings()
+    file.write_bytes(content)  # left by a process that is gone
+    file.chmod(0o600)
+    assert connection.find(private) == BusSettings()
 
 
 def test_a_misspelt_variable_is_a_usage_error_that_names_the_right_one(private: dict[str, str]) -> None:
@@ -242,14 +242,6 @@ def test_without_a_runtime_directory_it_lies_in_the_cache(tmp_path: Path) -> Non
     with connection.published(BROKER, private) as file:
         assert file == tmp_path / ".cache" / "dynamix" / "connection.json"
         assert connection.find(private) == BROKER
-
-
-def test_the_file_of_a_process_that_is_gone_means_nothing(private: dict[str, str]) -> None:
-    with connection.published(BROKER, private) as file:
-        left = file.read_bytes()
-    file.write_bytes(left)
-    file.chmod(0o600)
-    assert connection.find(private) == BusSettings()
 
 
 def test_the_file_of_a_later_up_is_left_alone(private: dict[str, str]) -> None:

@@ -11,7 +11,7 @@ from tests.support.learned import policy_file
 from tests.support.small_suites import made_up, tuned_for, write_suite
 
 from dynamix.lab.comparison import verdict
-from dynamix.lab.comparison.rows import parse_rows, with_references
+from dynamix.lab.comparison.rows import make_row, parse_rows, with_references
 from dynamix.lab.comparison.runs import Ledger, RunTask, fill, plan
 from dynamix.lab.comparison.verdict import OutcomeTable, Verdict, VerdictRow, judge, note_on
 from dynamix.lab.simulator.scenario import Suite, suite_named
@@ -40,7 +40,7 @@ def compared(
     seeds: int,
     monkeypatch: pytest.MonkeyPatch,
     time_s: Callable[[RunTask], float | None] = known_time_s,
-) -> tuple[Verdict, OutcomeTable]:
+) -> Verdict:
     monkeypatch.setattr("dynamix.lab.comparison.runs.run_episodes", made_up(time_s))
     monkeypatch.setattr("dynamix.lab.comparison.rows.shipped_files", lambda _: [])
     rows = with_references(parse_rows(rows))
@@ -57,7 +57,7 @@ def row(rows: list[VerdictRow], policy: str) -> VerdictRow:
 def test_ratios_are_those_of_the_heterogeneous_families_and_the_control_stands_apart(
     suite: Suite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    verdict, _ = compared(suite, "rule", 3, monkeypatch)
+    verdict = compared(suite, "rule", 3, monkeypatch)
     rule = row(verdict.policies, "rule")
     static, goodput = rule.ratios["best-static"], rule.ratios["goodput"]
     assert (static.value, static.high, goodput.value) == pytest.approx((0.4, 0.4, 0.5))
@@ -73,7 +73,7 @@ def test_ratios_are_those_of_the_heterogeneous_families_and_the_control_stands_a
 def test_the_headline_counts_the_control_among_all_families_and_shows_it_apart(
     suite: Suite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    verdict, _ = compared(suite, "rule,best-static:track=1", 3, monkeypatch)
+    verdict = compared(suite, "rule,best-static:track=1", 3, monkeypatch)
     assert list(verdict.headline) == ["best-static", "best-static+track", "goodput"]
     for base, ratios in (("best-static", (0.4**0.5, 0.4, 1.0)), ("goodput", ((0.5 * 1.25) ** 0.5, 0.5, 1.25))):
         found = [interval.value for interval in verdict.headline[base].values() if interval is not None]
@@ -86,7 +86,7 @@ def test_the_headline_counts_the_control_among_all_families_and_shows_it_apart(
 def test_runs_of_one_row_that_differ_too_much_are_a_failure_signature(
     suite: Suite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    verdict, _ = compared(suite, "rule", 6, monkeypatch, lambda task: 0.1 if task.seed % 2 else 1.9)
+    verdict = compared(suite, "rule", 6, monkeypatch, lambda task: 0.1 if task.seed % 2 else 1.9)
     (found,) = row(verdict.families["mixed"].policies, "rule").signatures
     assert found.startswith("spread-between-runs in mixed-2")
 
@@ -98,7 +98,7 @@ def test_a_policy_that_learned_on_the_suites_scenarios_is_marked_and_on_others_o
     known, other = train.scenarios[:2]
     path = tmp_path / "mine.safetensors"
     path.write_bytes(policy_file(scenarios=(known.name, other.name)).to_bytes())
-    (row,) = parse_rows("mine", {"mine": [str(path)]})
+    (row,) = parse_rows(f"mine:files={path}")
     changed = msgspec.structs.replace(other, learning_rate=0.5)
     suite = Suite(name="mixture", scenarios=(known, changed))
     assert note_on(row, suite) == f"learned on scenarios of this suite: {known.name}"
@@ -132,7 +132,7 @@ def test_each_scenario_seed_meets_one_policy_seed_in_turn(suite: Suite, tmp_path
     files = [tmp_path / f"mine-{number}.safetensors" for number in range(3)]
     for number, file in enumerate(files):
         file.write_bytes(bytes([number]))
-    rows = parse_rows("mine,static", {"mine": [str(file) for file in files]})
+    rows = [make_row({"policy": "mine", "files": [str(file) for file in files]}), *parse_rows("static")]
     cells = plan(suite, rows, range(4), TUNED)
     assert [(cell.task.seed, cell.policy_seed) for cell in cells if cell.label == "mine"] == [
         (seed, seed % 3) for seed in range(4) for _ in suite.scenarios

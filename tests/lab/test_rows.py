@@ -161,11 +161,11 @@ def test_every_file_of_a_learned_policy_is_a_policy_seed_known_by_its_content(tm
     files = [tmp_path / f"mine-{number}.safetensors" for number in range(3)]
     for file, content in zip(files, (b"\0", b"\1", b"\0"), strict=True):
         file.write_bytes(content)
-    (mine,) = parse_rows("mine", {"mine": list(map(str, files))})
+    mine = make_row({"policy": "mine", "files": list(map(str, files))})
     first, second, again = mine.settings("mixed", Tuned())
     assert first.identity()["policy_digest"] == "6e340b9cffb37a989ca544e6bb780a2c78901d3fb33738768511a30617afa01d"
     assert first.identity() == again.identity() != second.identity()
-    (missing,) = parse_rows("mine", {"mine": ["/nowhere/x.safetensors"]})
+    (missing,) = parse_rows("mine:files=/nowhere/x.safetensors")
     with pytest.raises(ValueError, match=r"/nowhere/x\.safetensors: No such file"):
         missing.settings("mixed", Tuned())
 
@@ -191,12 +191,12 @@ def test_the_best_setting_is_chosen_per_family_and_the_file_holds_it(
 ) -> None:
     monkeypatch.setattr("dynamix.lab.comparison.runs.run_episodes", made_up(time_s))
     with Ledger() as ledger:
-        tuned = tuning.tune(train, ledger, seeds=[10_000, 10_001], command="dynamix evaluate tune")
+        tuned = tuning.tune(train, tuning.settings_of(), ledger, seeds=[10_000, 10_001])
     for family, size in BEST.items():
         choice = tuned.families[family]["static"]
         assert (choice.setting, choice.initial_local_batch_size, choice.score_s) == (f"static@{size}", size, 0.5)
         assert choice.scores_s["static@32"] == 2.0  # the limit
-        assert choice.misses == {f"static@{other}": 2 * (other == 32) for other in tuning.SIZES}
+        assert choice.misses == {f"static@{other}": 2 * (other == 32) for other in (8, 16, 32, 64, 128, 256)}
     path = tmp_path / "tuned.toml"
     path.write_text(to_toml(tuned))
     assert read_tuned(path) == tuned
@@ -210,9 +210,10 @@ def test_what_decides_exchanges_is_tuned_in_jobs_that_permit_it(train: Suite, mo
 
     monkeypatch.setattr("dynamix.lab.comparison.runs.run_episodes", made_up(of_setting))
     with Ledger() as ledger:
-        tuned = tuning.tune(train, ledger, seeds=[10_000], baselines=["diloco", "static+local"], exchange="local")
+        rows = [row for row in tuning.settings_of("local") if row.policy in ("diloco", "static")]
+        tuned = tuning.tune(train, rows, ledger, seeds=[10_000], exchange="local")
         with pytest.raises(ValueError, match="does not permit: use --exchange local"):
-            tuning.tune(train, ledger, seeds=[10_000], baselines=["diloco"])
+            tuning.tune(train, rows, ledger, seeds=[10_000])
     assert tuned.overall["diloco"].options["every"] == 16.0
     both = Tuned(overall={"static": Choice(initial_local_batch_size=8)}).with_choices(tuned)
     local = parse_rows("best-static:track=1,every=4,codec=int8")[0].settings("mixed", both)[0]

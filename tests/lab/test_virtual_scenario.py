@@ -44,6 +44,8 @@ def test_a_file_gives_a_scenario_with_defaults_and_the_files_name(tmp_path: Path
     assert scenario.max_local_batch_sizes == (1024, 1024, 48)
     assert scenario.local_batch_sizes() == (64, 64, 48)
     assert scenario.stragglers is scenario.congestion is None
+    again, other = (read(tmp_path, text) for text in (f"# a remark\n{SMALLEST}", SMALLEST.replace("0.25", "0.3")))
+    assert digest_of(scenario) == digest_of(again) != digest_of(other)
 
 
 @pytest.mark.parametrize(
@@ -76,12 +78,6 @@ def test_shipped_scenarios_name_workloads_and_optimizers_that_exist(name: str) -
         assert scenario.workload in WORKLOADS
         assert scenario.optimizer in OPTIMIZERS
         assert sum(len(node.ranks) for node in scenario.nodes) == scenario.world_size
-
-
-def test_the_digest_is_of_a_scenarios_content(tmp_path: Path) -> None:
-    texts = SMALLEST, f"# a remark\n{SMALLEST}", SMALLEST.replace("0.25", "0.3")
-    one, two, other = (digest_of(read(tmp_path, text)) for text in texts)
-    assert one == two != other
 
 
 def test_train_and_held_out_scenarios_never_meet() -> None:

@@ -44,7 +44,7 @@ PARAMETERS = {
 
 @cache
 def generated_data(name: str) -> Data:
-    return workload_named(name).load()
+    return workload_named(name).load(None)
 
 
 def samples(name: str, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -228,7 +228,7 @@ def test_a_virtual_cluster_trains_it() -> None:
         fixed_time_s=0.0,
         time_limit_s=8.0,
     )
-    cluster = VirtualCluster(scenario, workload_named("ncf-small").load(), seed=1, policy="static")
+    cluster = VirtualCluster(scenario, workload_named("ncf-small").load(None), seed=1, policy="static")
     while not cluster.over:
         cluster.run_window()
     assert cluster.evaluations[0].accuracy < 0.3

@@ -203,11 +203,10 @@ def test_a_capture_that_begins_in_the_middle_of_a_window_is_no_difference(
 
 
 def test_an_output_recorded_twice_is_no_difference(tmp_path: Path) -> None:
-    last = list(records(DEMO))[-1]
-    reward = next(record for record in records(DEMO) if Matching("reward", 3)(record))
-    newest = max(record.sequence for record in records(DEMO) if record.stream == FEED.name)
-    again = reward._replace(sequence=newest + 1, timestamp_ns=last.timestamp_ns)
-    outcome = replay(written(DEMO, tmp_path / "twice.dxc", [*records(DEMO), again]), "reward")
+    found = list(records(DEMO))
+    newest = max(record.sequence for record in found if record.stream == FEED.name)
+    again = next(record for record in found if Matching("reward", 3)(record))._replace(sequence=newest + 1)
+    outcome = replay(written(DEMO, tmp_path / "twice.dxc", [*found, again]), "reward")
     assert (outcome.counts.num_repeated, outcome.bytes_equal) == (1, True)
 
 

@@ -13,7 +13,6 @@ import msgspec
 
 from dynamix.recording.capture import CaptureReader
 from dynamix.recording.job_view import JobView, Window
-from dynamix.schemas.codec import MalformedMessageError, decode_any
 from dynamix.schemas.messages import Message
 
 from .output import Document, document_of
@@ -233,17 +232,14 @@ class CapturedJob:
         """Read what is good of the file. Raises CaptureError when it is no capture, and OSError."""
         self.path = path
         self._messages: list[tuple[int, Message]] = []
-        num_malformed = 0
         with CaptureReader(path) as reader:
             self.job = reader.header.job
-            for record in reader:
-                try:
-                    self._messages.append((record.timestamp_ns, decode_any(record.subject, record.payload)))
-                except MalformedMessageError:
-                    num_malformed += 1
+            for record, message in reader.messages():
+                if message is not None:
+                    self._messages.append((record.timestamp_ns, message))
             self.notes = [] if reader.fault is None else [str(reader.fault)]
-        if num_malformed:
-            self.notes.append(f"{num_malformed} messages cannot be decoded and are left out")
+            if reader.malformed:
+                self.notes.append(f"{len(reader.malformed)} messages cannot be decoded and are left out")
         self.start_ns = self._messages[0][0] if self._messages else 0
         """When the broker stored the first message, 0 without one."""
         self.duration_s = (self._messages[-1][0] - self.start_ns) / 1e9 if self._messages else 0.0

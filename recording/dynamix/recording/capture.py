@@ -30,6 +30,8 @@ import msgspec
 
 from dynamix.runtime import output_files
 from dynamix.runtime.input_files import check_regular
+from dynamix.schemas.codec import MalformedMessageError, decode_any
+from dynamix.schemas.messages import Message
 from dynamix.schemas.messages.allocation import Token
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS, REPORTS
 
@@ -258,6 +260,7 @@ class CaptureReader:
         header: known once the context is entered.
         end: known once the last record was read; `None` before, and in a file that is damaged or cut off.
         fault: what is damaged, or where the file is cut off.
+        malformed: subject and reason of each message that `messages` could not decode.
         num_records: records of the blocks read so far.
     """
 
@@ -268,6 +271,7 @@ class CaptureReader:
         self._offset = 0
         self.end: CaptureEnd | None = None
         self.fault: CaptureError | None = None
+        self.malformed: list[tuple[str, str]] = []
         self.num_records = 0
 
     def __enter__(self) -> Self:
@@ -289,6 +293,16 @@ class CaptureReader:
             yield from self._records()
         except CaptureError as error:
             self.fault = error
+
+    def messages(self) -> Iterator[tuple[Record, Message | None]]:
+        """The records, each with its message; `None` where that cannot be decoded."""
+        for record in self:
+            message = None
+            try:
+                message = decode_any(record.subject, record.payload)
+            except MalformedMessageError as error:
+                self.malformed.append((record.subject, str(error)))
+            yield record, message
 
     def _records(self) -> Iterator[Record]:
         last_sequences: dict[str, int] = {}

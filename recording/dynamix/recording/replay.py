@@ -11,13 +11,12 @@ No broker and no service process takes part. `agree` defines what counts as the 
 """
 
 import contextlib
-import hashlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -25,14 +24,14 @@ from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.deciding.job_log import reason_of
 from dynamix.arbitrator.learned.policy import LearnedPolicy
 from dynamix.arbitrator.learned.policy_file import PolicyFile, shipped_policy
+from dynamix.arbitrator.learned.policy_store import read_policy_file
 from dynamix.arbitrator.policies.policy import MISTAKES, NamedPolicy, Policy, digest_of
 from dynamix.arbitrator.policies.registry import policy_named
 from dynamix.collector.agent import trace_of
 from dynamix.collector.observation import CollectorSettings
-from dynamix.collector.window import Observation, Traffic, metric_window, simulated_window
+from dynamix.collector.window import Observation, Traffic, WantedProbe, metric_window, simulated_window
 from dynamix.reward.formula import reward_of
 from dynamix.reward.service import RewardSettings
-from dynamix.runtime.input_files import read_regular
 from dynamix.schemas import codec, subjects
 from dynamix.schemas.chain import is_intact
 from dynamix.schemas.codec import MalformedMessageError, decode, decode_or_none, encode
@@ -230,17 +229,14 @@ class ReplayOutcome(msgspec.Struct, frozen=True, kw_only=True):
         """Whether every output equals the recorded one byte for byte."""
         return not self.counts.num_different and not self.counts.num_agreeing
 
-    def is_equal(self, *, strict: bool = False) -> bool:
+    def is_equal(self) -> bool:
         """Whether every recorded output was compared and is as promised.
 
         Promised are equal bytes where build and processor are the same; elsewhere equal decisions, and numbers that are
-        equal to six digits. `strict` requires equal bytes everywhere, and a whole capture.
+        equal to six digits.
         """
-        if self.counts.num_uncompared or (strict and self.cut_off):
-            return False
-        if self.fingerprint_differences and not strict:
-            return not self.counts.num_different
-        return self.bytes_equal
+        is_promised = not self.counts.num_different if self.fingerprint_differences else self.bytes_equal
+        return is_promised and not self.counts.num_uncompared
 
 
 def replay(
@@ -269,25 +265,29 @@ def replay(
         OSError: when the capture cannot be read.
     """
     header, counts, begun_s = read_header(path), OutputCounts(), time.perf_counter()
-    service: _Arbitrator | _Reward | _Collector
+    num_records, recorded_s, cut_off = 0, 0.0, ""
+
+    def played() -> Iterator[Record]:
+        """The records up to the end, or to where the file is cut off."""
+        nonlocal num_records, recorded_s, cut_off
+        begun_ns = 0
+        try:
+            for record in records(path):
+                begun_ns = begun_ns or record.timestamp_ns
+                recorded_s = max(recorded_s, (record.timestamp_ns - begun_ns) / 1e9)
+                if num_records % PROGRESS_EVERY == 0:
+                    on_progress(num_records, recorded_s)
+                num_records += 1
+                yield record
+        except CutOffError as error:
+            cut_off = str(error)
+
     if into == "arbitrator":
-        service = _Arbitrator(path, counts, policy_files)
+        _Arbitrator(path, counts, policy_files).decide(played())
     elif into == "reward":
-        service = _Reward(counts, reward or RewardSettings())
+        _compare(_rewarded(played(), reward or RewardSettings()), counts)
     else:
-        service = _Collector(counts, collector or CollectorSettings())
-    num_records, begun_ns, recorded_s, cut_off = 0, 0, 0.0, ""
-    try:
-        for record in records(path):
-            begun_ns = begun_ns or record.timestamp_ns
-            recorded_s = max(recorded_s, (record.timestamp_ns - begun_ns) / 1e9)
-            if num_records % PROGRESS_EVERY == 0:
-                on_progress(num_records, recorded_s)
-            num_records += 1
-            service.add_record(record)
-    except CutOffError as error:
-        cut_off = str(error)
-    service.finish()
+        _compare(_collected(played(), (collector or CollectorSettings()).probe, counts), counts)
     if not counts.num_compared and not counts.num_different:
         reasons = "; ".join(counts.notes) or f"it has no output of the {into} together with its input"
         raise ReplayError(f"nothing in the capture can be compared: {reasons}")
@@ -307,147 +307,119 @@ def replay(
 # --- collector and reward service: each output follows from one message ---------------------------------------------
 
 
-class _Pairs:
-    """Takes each output once from both sides, the replayed one first; by identity, since the order may differ."""
+class _Output(NamedTuple):
+    """An output as it would be published."""
 
-    def __init__(self, counts: OutputCounts) -> None:
-        self._counts = counts
-        self._unpaired: dict[str, tuple[str, bytes]] = {}
-        """Subject and payload of replayed outputs, by identity."""
-        self._paired: set[str] = set()
-        self._first: WindowKey | None = None
-        self._newest: WindowKey | None = None
-
-    def finish(self) -> None:
-        """Count the replayed outputs without a recorded one: missing, or at an edge of the capture."""
-        for identity, (subject, _) in self._unpaired.items():
-            key = window_key_of(identity)
-            assert key is not None, "outputs of services are about a window"
-            if (
-                self._first is None
-                or self._newest is None
-                or not (self._first < key <= self._newest._replace(window=self._newest.window - EDGE_WINDOWS))
-            ):
-                self._counts.num_outside += 1
-            else:
-                self._counts.count_missing("only replayed", subject, key)
-
-    def _add_replayed(self, *outputs: Message) -> None:
-        """Add the outputs of one input: all, or none where a reader would not take one of them."""
-        packed = [(codec.message_id(output), subjects.subject_of(output), encode(output)) for output in outputs]
-        for output, (_, subject, payload) in zip(outputs, packed, strict=True):
-            decode(type(output), subject, payload)
-        self._unpaired |= {identity: (subject, payload) for identity, subject, payload in packed}
-
-    def _add_recorded(self, record: Record) -> None:
-        """Add a recorded output, after the replay of what it follows from."""
-        identity, key = record.message_id, record.key
-        if key is None:
-            self._counts.add_note(f"{record.subject} at {record.sequence} is no output that a service can publish")
-            return
-        self._first = min(self._first or key, key)
-        self._newest = max(self._newest or key, key)
-        if (replayed := self._unpaired.pop(identity, None)) is not None:
-            self._paired.add(identity)
-            self._counts.count_pair(record, key, replayed[1])
-        elif identity in self._paired:
-            self._counts.num_repeated += 1
-        elif key.window > 0 and key == self._first:  # the capture begins in the middle of this window
-            self._counts.num_uncompared += 1
-        else:
-            self._counts.count_missing("only recorded", record.subject, key, record.sequence)
+    identity: str
+    subject: str
+    payload: bytes
 
 
-class _Reward(_Pairs):
-    def __init__(self, counts: OutputCounts, settings: RewardSettings) -> None:
-        super().__init__(counts)
-        self._weights = settings
+Step = tuple[list[_Output], list[Record]]
+"""Outputs that follow from one input, and recorded ones that follow from it or from earlier ones."""
 
-    def add_record(self, record: Record) -> None:
+
+def _published(*outputs: Message) -> list[_Output]:
+    """The outputs of one input. Raises MalformedMessageError where a reader would not take one of them."""
+    found = [_Output(codec.message_id(output), subjects.subject_of(output), encode(output)) for output in outputs]
+    for output, (_, subject, payload) in zip(outputs, found, strict=True):
+        decode(type(output), subject, payload)
+    return found
+
+
+def _rewarded(played: Iterable[Record], settings: RewardSettings) -> Iterator[Step]:
+    for record in played:
         if record.kind == "reward":
-            self._add_recorded(record)
+            yield [], [record]
         elif record.kind == "window":
-            formula = self._weights.formula
+            formula = None if settings.formula == "auto" else settings.formula
             with contextlib.suppress(MalformedMessageError, OverflowError):  # a dead letter
                 window = decode(MetricWindow, record.subject, record.payload)
-                self._add_replayed(reward_of(window, self._weights, None if formula == "auto" else formula))
+                yield _published(reward_of(window, settings, formula)), []
 
 
-class _Collector(_Pairs):
-    """Makes the outputs of a report once its recorded window was read, which has the kernel's counters.
+def _collected(played: Iterable[Record], probe: WantedProbe, counts: OutputCounts) -> Iterator[Step]:
+    """The outputs of a report are made once its recorded window was read, which has the kernel's counters.
 
     A collector drops windows, never states, while its stream is full; what else it made of a report whose window was
     dropped cannot be made again, and is not compared.
     """
-
-    def __init__(self, counts: OutputCounts, settings: CollectorSettings) -> None:
-        super().__init__(counts)
-        self._probe = settings.probe
-        self._waiting: dict[str, list[Record]] = {}
-        """Reports by node and window, with states and traces that came before the metric window."""
-
-    def add_record(self, record: Record) -> None:
-        """Keep a report and what the collector made of it until the metric window comes, then compare them all."""
-        kind, node_window = record.kind, record.message_id.partition(":")[2]
+    waiting: dict[str, list[Record]] = {}
+    """Reports by node and window, with states and traces that came before the metric window."""
+    for record in played:
+        kind, place = record.kind, record.message_id.partition(":")[2]
         if kind == "report":
-            self._waiting.setdefault(node_window, [record])
-        elif kind in ("state", "trace") and node_window in self._waiting:
-            self._waiting[node_window].append(record)
-        elif kind in ("state", "trace"):
-            self._add_recorded(record)
+            waiting.setdefault(place, [record])
         elif kind == "window":
-            report, *outputs = self._waiting.pop(node_window, [None])
-            if report is not None:
-                self._collect(report, record)
-            for output in (record, *(one for one in outputs if one is not None)):
-                self._add_recorded(output)
-
-    def finish(self) -> None:
-        """Count also the states and traces of windows that are not in the capture."""
-        super().finish()
-        self._counts.num_uncompared += sum(len(waiting) - 1 for waiting in self._waiting.values())
-
-    def _collect(self, message: Record, recorded: Record) -> None:
-        try:
-            window = decode(MetricWindow, recorded.subject, recorded.payload)
-        except MalformedMessageError as error:
-            self._counts.add_note(f"the window at {recorded.sequence} cannot be decoded and is left out: {error}")
-            return
-        with contextlib.suppress(MalformedMessageError, OverflowError):  # a dead letter
-            report = decode(Report, message.subject, message.payload)
-            if report.simulated:
-                made = simulated_window(report, self._probe)
+            before = waiting.pop(place, [])
+            made = _observed(before[0], record, probe, counts) if before else []
+            yield made, [record, *before[1:]]
+        elif kind in ("state", "trace"):
+            if place in waiting:
+                waiting[place].append(record)
             else:
-                networks = {rank.rank: rank.network for rank in window.ranks if rank.network is not None}
-                observed = Observation(  # the kernel's part; the node's metrics include the interval already
-                    systems={rank.rank: rank.system for rank in window.ranks},
-                    node=window.node_metrics,
-                    network=Traffic(window.probe, networks, None, window.probe_note),
-                    num_readings_lost=window.num_readings_lost,
-                    refused_pids=window.refused_pids,
-                )
-                made = metric_window(report, observed)
-            trace = trace_of(report)
-            self._add_replayed(made, state_of(made), *(() if trace is None else (trace,)))
+                yield [], [record]
+    counts.num_uncompared += sum(len(before) - 1 for before in waiting.values())
+
+
+def _observed(message: Record, recorded: Record, probe: WantedProbe, counts: OutputCounts) -> list[_Output]:
+    """The outputs of a report, with what the kernel showed then."""
+    try:
+        window = decode(MetricWindow, recorded.subject, recorded.payload)
+    except MalformedMessageError as error:
+        counts.add_note(f"the window at {recorded.sequence} cannot be decoded and is left out: {error}")
+        return []
+    with contextlib.suppress(MalformedMessageError, OverflowError):  # a dead letter
+        report = decode(Report, message.subject, message.payload)
+        if report.simulated:
+            made = simulated_window(report, probe)
+        else:
+            networks = {rank.rank: rank.network for rank in window.ranks if rank.network is not None}
+            observed = Observation(  # the kernel's part; the node's metrics include the interval already
+                systems={rank.rank: rank.system for rank in window.ranks},
+                node=window.node_metrics,
+                network=Traffic(window.probe, networks, None, window.probe_note),
+                num_readings_lost=window.num_readings_lost,
+                refused_pids=window.refused_pids,
+            )
+            made = metric_window(report, observed)
+        trace = trace_of(report)
+        return _published(made, state_of(made), *(() if trace is None else (trace,)))
+    return []
+
+
+def _compare(steps: Iterable[Step], counts: OutputCounts) -> None:
+    """Take each output once from both sides, by identity, since the order may differ."""
+    unpaired: dict[str, _Output] = {}
+    paired: set[str] = set()
+    first = newest = None
+    for made, recorded in steps:
+        unpaired |= {output.identity: output for output in made}
+        for record in recorded:
+            identity, key = record.message_id, record.key
+            if key is None:
+                counts.add_note(f"{record.subject} at {record.sequence} is no output that a service can publish")
+                continue
+            first, newest = min(first or key, key), max(newest or key, key)
+            if (output := unpaired.pop(identity, None)) is not None:
+                paired.add(identity)
+                counts.count_pair(record, key, output.payload)
+            elif identity in paired:
+                counts.num_repeated += 1
+            elif key.window > 0 and key == first:  # the capture begins in the middle of this window
+                counts.num_uncompared += 1
+            else:
+                counts.count_missing("only recorded", record.subject, key, record.sequence)
+    for identity, output in unpaired.items():  # missing, or at an edge of the capture
+        key = window_key_of(identity)
+        assert key is not None, "outputs of services are about a window"
+        if first and newest and first < key <= newest._replace(window=newest.window - EDGE_WINDOWS):
+            counts.count_missing("only replayed", output.subject, key)
+        else:
+            counts.num_outside += 1
 
 
 # --- arbitrator ------------------------------------------------------------------------------------------------------
-
-
-class _Recorded(NamedTuple):
-    """A record of ACTIONS."""
-
-    record: Record
-    action: Action | None
-    """`None` when the record cannot be decoded."""
-
-    @classmethod
-    def of(cls, record: Record) -> Self:
-        return cls(record, decode_or_none(Action, record.subject, record.payload))
-
-    @property
-    def generation(self) -> int:
-        return -1 if self.action is None else self.action.generation
 
 
 class _Arbitrator:
@@ -468,24 +440,9 @@ class _Arbitrator:
             ValueError: when a policy file is invalid.
         """
         self._counts = counts
-        self._files: list[bytes] = []
-        """The content of learned policies."""
-        for file in policy_files:
-            try:
-                self._files.append(read_regular(file))
-            except OSError as error:
-                raise ReplayError(f"cannot read the policy file {file}: {error.strerror}") from error
-            PolicyFile.from_bytes(self._files[-1], str(file))
-        jobs, start = _find_start(path)
-        first_generation = 0 if start is None else start.generation
-        self._jobs = {generation: job for generation, job in jobs.items() if generation >= first_generation}
-        """The specifications of the generations to decide."""
-        self._start = 0 if start is None else start.record.sequence
-        """Sequence of the action to continue from."""
-        self._actions = (_Recorded.of(record) for record in _until_cut(path) if record.stream == ACTIONS.name)
-        """Actions of the capture, read ahead of the states; memory holds one."""
-        self._following = next(self._actions, None)
-        """The recorded action after the newest one that was compared; `None` at the end."""
+        self._files = [read_policy_file(file) for file in policy_files]
+        self._jobs, self._actions, start = _read_ahead(path)
+        """The specifications of the generations to decide, and the recorded actions that were not compared yet."""
         self._generation = -1
         """The newest one that was opened."""
         self._opened: set[int] = set()
@@ -498,44 +455,39 @@ class _Arbitrator:
         """Decisions of this generation after its last recorded one."""
         self._restarted_at = 0
         """Sequence of the recorded action before which the fold was started again."""
-        if self._start:
-            counts.add_note(f"begins after the action at {self._start}: what was before is not in the capture")
+        if start:
+            counts.add_note(f"begins after the action at {start}: what was before is not in the capture")
+        while self._actions and self._actions[0][0].sequence <= start:
+            self._pass_over()
 
-    def add_record(self, record: Record) -> None:
-        """Decide what a state makes possible; other messages count only as recorded actions and specifications."""
-        state = decode_or_none(State, record.subject, record.payload) if record.kind == "state" else None
-        if state is None:  # or a dead letter
-            return
-        try:
-            if state.generation > self._generation and state.generation in self._jobs:
-                self._open(state.generation)
-            if state.generation == self._generation and self._fold is not None:
-                self._states.append((record.sequence, state))
-                self._decide(record.sequence, state)
-        except MISTAKES as error:
-            self._fold = None
-            self._counts.add_note(f"generation {self._generation} is not decided any more: {reason_of(error)[0]}")
-
-    def finish(self) -> None:
-        """Count the recorded actions that the fold did not reach."""
-        while self._following is not None:
-            self._pass_over(self._following)
+    def decide(self, played: Iterable[Record]) -> None:
+        """Decide what the states make possible; other messages count only as recorded actions and specifications."""
+        for record in played:
+            state = decode_or_none(State, record.subject, record.payload) if record.kind == "state" else None
+            if state is None:  # or a dead letter
+                continue
+            try:
+                if state.generation > self._generation and state.generation in self._jobs:
+                    self._open(state.generation)
+                if state.generation == self._generation and self._fold is not None:
+                    self._states.append((record.sequence, state))
+                    self._decide(record.sequence, state)
+            except MISTAKES as error:
+                self._fold = None
+                self._counts.add_note(f"generation {self._generation} is not decided any more: {reason_of(error)[0]}")
+        while self._actions:  # what the fold did not reach
+            self._pass_over()
 
     def _open(self, generation: int) -> None:
         """Start a generation as the arbitrator does: from the newest action, with the policy that decided next."""
-        while (found := self._following) is not None and (
-            found.record.sequence <= self._start or (found.action is not None and found.generation < generation)
-        ):
-            self._pass_over(found)
+        while self._actions and (before := self._actions[0][1]) is not None and before.generation < generation:
+            self._pass_over()
         self._generation, self._fold = generation, None
         self._opened.add(generation)
         self._states.clear()
         self._num_after_last = 0
-        decided = None
-        if self._newest is not None and self._newest.generation == generation:
-            decided = self._newest
-        elif found is not None and found.generation == generation:
-            decided = found.action
+        known = (self._newest, self._actions[0][1] if self._actions else None)
+        decided = next((each for each in known if each is not None and each.generation == generation), None)
         job = self._jobs[generation]
         self._start_fold(job, self._policy(job, decided), b"" if decided is None else decided.profile)
 
@@ -567,21 +519,22 @@ class _Arbitrator:
 
     def _stored(self, action: Action) -> Action | None:
         """The action that ACTIONS has at this place; `None` when the fold was started again instead."""
-        found, fold = self._following, self._fold
+        fold = self._fold
         assert fold is not None, "it has decided"
-        if found is None or found.generation > action.generation:  # the capture ends first, or the job was restarted
+        record, recorded = self._actions[0] if self._actions else (None, None)
+        # the capture ends first, or the job was restarted
+        if record is None or (recorded is not None and recorded.generation > action.generation):
             self._num_after_last += 1
             if self._num_after_last > EDGE_WINDOWS:
                 self._counts.count_missing("only replayed", subjects.subject_of(action), _window_of(action))
             else:
                 self._counts.num_outside += 1
             return action
-        record, recorded = found
         if recorded is not None and recorded.gap and not action.gap and self._restarted_at != record.sequence:
             self._restarted_at = record.sequence  # once: if that does not help, it is a difference
             self._restart_without(fold, recorded)
             return None
-        self._following = next(self._actions, None)
+        self._actions.popleft()
         if recorded is not None and _window_of(recorded) != _window_of(action):
             self._counts.count_missing("only replayed", record.subject, _window_of(action))
             self._counts.num_uncompared += 1
@@ -603,16 +556,14 @@ class _Arbitrator:
             if sequence > recorded.watermark:
                 self._decide(sequence, state)
 
-    def _pass_over(self, found: _Recorded) -> None:
+    def _pass_over(self) -> None:
         """Adopt a recorded action uncompared; it is missing where the fold refused to decide its generation."""
-        self._following = next(self._actions, None)
-        record, action = found
-        if action is None or record.sequence <= self._start or action.generation not in self._opened:
+        record, action = self._actions.popleft()
+        if action is None or action.generation not in self._opened:
             self._counts.num_uncompared += 1
         else:
             self._counts.count_missing("only recorded", record.subject, _window_of(action), record.sequence)
-        if action is not None:
-            self._newest = action
+        self._newest = action or self._newest
 
     def _policy(self, job: Job, decided: Action | None) -> Policy:
         """The policy that a specification names; in the version of the file that decided an action.
@@ -621,60 +572,58 @@ class _Arbitrator:
             ReplayError: when that file is not given.
             ValueError: when there is no such policy, or it lacks an option of the job.
         """
-        digest = decided.policy_digest if decided is not None and decided.policy == job.policy else b""
+        digest = decided.policy_digest.hex() if decided is not None and decided.policy == job.policy else ""
         shipped = shipped_policy(job.policy)
-        files = [*self._files, *(() if shipped is None else (shipped,))]
-        policy: NamedPolicy
-        if digest and decided is not None:
-            data = next((each for each in files if hashlib.sha256(each).digest() == digest), None)
-            if data is None:
-                raise ReplayError(
-                    f"version {decided.policy_version} of policy {job.policy!r} decided here, but its file (SHA-256 "
-                    f"{digest.hex()[:16]}...) is not given: get it from the bus with `dynamix policy export` and give "
-                    "it with --policy-file"
-                )
-            policy = LearnedPolicy(PolicyFile.from_bytes(data), name=job.policy, version=decided.policy_version)
+        files = [*self._files, *(() if shipped is None else (PolicyFile.from_bytes(shipped),))]
+        fitting = (each for each in files if (each.digest == digest if digest else each.metadata.policy == job.policy))
+        file = next(fitting, None)
+        if file is not None:
+            version = decided.policy_version if decided is not None and digest else 1
+            policy: NamedPolicy = LearnedPolicy(file, name=job.policy, version=version)
+        elif decided is not None and digest:
+            raise ReplayError(
+                f"version {decided.policy_version} of policy {job.policy!r} decided here, but its file (SHA-256 "
+                f"{digest[:16]}...) is not given: get it from the bus with `dynamix policy export` and give it with "
+                "--policy-file"
+            )
         else:
-            read = [PolicyFile.from_bytes(data) for data in files]
-            file = next((each for each in read if each.metadata.policy == job.policy), None)
-            policy = policy_named(job.policy) if file is None else LearnedPolicy(file, name=job.policy)
+            policy = policy_named(job.policy)
         check_options(policy.name, policy.options, job.policy_options)
         return policy
 
 
-def _find_start(path: Path) -> tuple[dict[int, Job], _Recorded | None]:
-    """The first specification of each generation, and the action to continue from, if any.
+def _read_ahead(path: Path) -> tuple[dict[int, Job], deque[tuple[Record, Action | None]], int]:
+    """The first specification of each generation to decide, all actions, and the sequence of the one to begin after.
 
-    An action is a checkpoint: the states after its watermark are all that later decisions need.
+    An action is a checkpoint: the states after its watermark are all that later decisions need. `None` stands for one
+    that cannot be decoded; 0: the job's first action is there with its inputs.
     """
     jobs: dict[int, Job] = {}
+    actions: deque[tuple[Record, Action | None]] = deque()
     generations: set[int] = set()
-    feed_first, start = 0, None
-    for record in _until_cut(path):
-        if record.stream == FEED.name:
-            feed_first = feed_first or record.sequence
-            if record.kind == "state" and (key := record.key) is not None:
-                generations.add(key.generation)
-        elif record.stream == JOBS.name:
-            job = decode_or_none(Job, record.subject, record.payload)
-            if job is not None and job.generation <= MAX_GENERATION:
-                jobs.setdefault(job.generation, job)  # a capture of the past has it after the states
-        elif start is None and feed_first and record.stream == ACTIONS.name:
-            found = _Recorded.of(record)
-            start = found if found.action is not None and feed_first <= found.action.watermark + 1 else None
-    if not generations:
-        raise ReplayError("the capture has no states: there is nothing to decide")
-    if not generations & jobs.keys():
-        raise ReplayError("the capture has no specification of the job: begin the next one while the job runs")
-    if start is None or start.action is None:
-        raise ReplayError("the capture has no action of the job together with its inputs: nothing can be compared")
-    return jobs, start if start.action.previous_hash else None
-
-
-def _until_cut(path: Path) -> Iterator[Record]:
-    """The records of a capture, up to where it is cut off."""
+    feed_first, start, first = 0, 0, None
     with contextlib.suppress(CutOffError):  # the player reports it
-        yield from records(path)
+        for record in records(path):
+            if record.stream == FEED.name:
+                feed_first = feed_first or record.sequence
+                if record.kind == "state" and (key := record.key) is not None:
+                    generations.add(key.generation)
+            elif record.stream == JOBS.name:
+                job = decode_or_none(Job, record.subject, record.payload)
+                if job is not None and job.generation <= MAX_GENERATION:
+                    jobs.setdefault(job.generation, job)  # a capture of the past has it after the states
+            elif record.stream == ACTIONS.name:
+                action = decode_or_none(Action, record.subject, record.payload)
+                actions.append((record, action))
+                if first is None and action is not None and feed_first and feed_first <= action.watermark + 1:
+                    first, start = action, record.sequence if action.previous_hash else 0
+    if not generations & jobs.keys():
+        what = "the capture has no specification of the job together with its states"
+        raise ReplayError(f"{what}: begin the next one while the job runs")
+    if first is None:
+        raise ReplayError("the capture has no action of the job together with its inputs: nothing can be compared")
+    begun = first.generation if start else 0
+    return {generation: job for generation, job in jobs.items() if generation >= begun}, actions, start
 
 
 def _window_of(action: Action) -> WindowKey:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal, get_args, get_type_hints
 import msgspec
 
 from dynamix.collector.window import Observation, metric_window
-from dynamix.schemas.codec import MalformedMessageError, decode_any
 from dynamix.schemas.messages import (
     GlobalMetrics,
     NetworkMetrics,
@@ -49,23 +48,18 @@ def load(path: str | Path) -> "CaptureTable":
         OSError: when it cannot be read.
     """
     reports: list[Report] = []
-    num_malformed = 0
     with CaptureReader(path) as reader:
         job = reader.header.job
         view = JobView(job, most_windows=1 << 62, keep_ranks=True)
-        for record in reader:
-            try:
-                message = decode_any(record.subject, record.payload)
-            except MalformedMessageError:
-                num_malformed += 1
-                continue
-            view.fold(message, record.timestamp_ns)
+        for record, message in reader.messages():
+            if message is not None:
+                view.fold(message, record.timestamp_ns)
             if isinstance(message, Report):
                 reports.append(message)
     if reader.fault is not None:
         warnings.warn(str(reader.fault), stacklevel=2)
-    if num_malformed:
-        warnings.warn(f"{path}: {num_malformed} messages cannot be decoded, rows may lack them", stacklevel=2)
+    if reader.malformed:
+        warnings.warn(f"{path}: {len(reader.malformed)} messages cannot be decoded, rows may lack them", stacklevel=2)
     for report in reports:  # what the rank reported, where the collector's window is missing
         view.fold(metric_window(report, Observation()))
     rewards = (rank for window in view.history for node in window.nodes.values() for rank in node.rewards)

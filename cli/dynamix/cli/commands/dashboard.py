@@ -13,19 +13,22 @@ import argparse
 import asyncio
 import contextlib
 import os
+import secrets
 import sys
 from pathlib import Path
 
 from dynamix.cli.arguments import MAX_PORT, add_option, count
 from dynamix.cli.connection import connected, find
-from dynamix.cli.dashboard import token_of
 from dynamix.cli.documents import CapturedJob
 from dynamix.cli.errors import MISUSED, CommandError, MisuseError, explained, reading
 from dynamix.cli.terminal import stop_event
 from dynamix.recording.capture import CaptureError
+from dynamix.runtime.input_files import read_regular
 from dynamix.runtime.log import configure as configure_log
+from dynamix.runtime.settings import is_loopback
 
 MOST_CAPTURES = 2
+MIN_TOKEN_CHARACTERS = 16
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +57,21 @@ def run(arguments: argparse.Namespace) -> int:
         where, why = f"{arguments.host}:{arguments.port}", error.strerror or error
         raise CommandError(f"cannot listen on {where}: {why}; --port 0 takes a free port of this machine") from error
     return 0
+
+
+def token_of(host: str, file: str | None) -> str:
+    """The token that readers need: the one in the file, beyond loopback else a new one; empty: none is needed.
+
+    Raises:
+        OSError: when the file cannot be read.
+        ValueError: when the token is too short.
+    """
+    if not file:
+        return "" if is_loopback(host) else secrets.token_urlsafe(24)
+    token = read_regular(Path(file)).decode(errors="replace").strip()
+    if len(token) < MIN_TOKEN_CHARACTERS or not token.isascii() or not token.isprintable():
+        raise ValueError(f"{file}: a token needs at least {MIN_TOKEN_CHARACTERS} printable ASCII characters")
+    return token
 
 
 async def _serve(arguments: argparse.Namespace, token: str, captures: list[CapturedJob]) -> None:

@@ -6,7 +6,6 @@ Exit code 1 means that nothing works without what is missing.
 import argparse
 import asyncio
 import contextlib
-import ctypes
 import importlib.metadata
 import os
 import platform
@@ -17,24 +16,21 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from dynamix.arbitrator.deciding.job_log import ActionStoreError, checked_action
 from dynamix.cli.arguments import add_json_argument
 from dynamix.cli.connection import connected, find
 from dynamix.cli.errors import CommandError, explained
-from dynamix.cli.jobs import check_job
 from dynamix.cli.output import write_result
 from dynamix.cli.services import NOT_STORED, SERVICES, Heartbeats, hear
 from dynamix.collector.ebpf.loader import DISTRIBUTION_DIRECTORIES, find_bcc, find_headers
 from dynamix.collector.ebpf.probe import open_probe, v2_mount
-from dynamix.collector.ebpf.syscall import ProbeError, attribute, call
+from dynamix.collector.ebpf.syscall import ProbeError
 from dynamix.collector.observation import CollectorSettings
-from dynamix.collector.window import WantedProbe
 from dynamix.runtime.bus import Bus, BusError, PermissionDeniedError, StreamMissingError, StreamState
 from dynamix.runtime.embedded import EmbeddedServerError, server_binary
 from dynamix.runtime.log import configure as configure_log
@@ -47,11 +43,7 @@ from dynamix.runtime.settings import (
     read,
     redact_url,
 )
-from dynamix.schemas import subjects
-from dynamix.schemas.chain import BrokenChainError, ChainCheck
-from dynamix.schemas.codec import MalformedMessageError, decode
-from dynamix.schemas.messages import Action, Job
-from dynamix.schemas.streams import ACTIONS, JOBS, STREAMS
+from dynamix.schemas.streams import STREAMS
 
 EBPF = "eBPF, which the collector uses where it can"
 Need = Literal["everything", "training", "the demo", "live views", "eBPF probes", "secrecy", "failover"]
@@ -83,7 +75,6 @@ class DoctorCheck(msgspec.Struct, frozen=True):
 
 OLDEST_SERVER = (2, 15, 1)
 """Older ones have known holes: CVE-2026-33218 and its batch."""
-TCP_INFO = "TCP_INFO"
 TCP_INFO_BYTES = 136
 """Up to tcpi_bytes_received: bytes acknowledged and received are since Linux 4.1."""
 PROC_FILES = ("stat", "status", "net/dev", "net/snmp")
@@ -99,9 +90,6 @@ HOW_TO_LOOK = "ask with a key of `dynamix keys create NAME --role watcher`"
 HOW_TO_CATCH_UP = (
     "start the server that is offline; one that was cut off may take two minutes to catch up; after that restart "
     "nats-server there, and until then no other (docs/measurements-broker.md)"
-)
-HOW_TO_RESTORE = (
-    "restore the broker's store from a backup, or start the run under a new id: the arbitrator decides nothing on it"
 )
 
 
@@ -120,11 +108,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="check only eBPF, and try it: load the probe, attach it, count a connection, detach: exit 0 or 1",
     )
-    only.add_argument(
-        "--actions",
-        metavar="JOB",
-        help="check only the stored actions of JOB: hashes, chain, and what its trainer applied: exit 0 or 1",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -132,38 +115,27 @@ def run(arguments: argparse.Namespace) -> int:
     configure_log("critical")  # the checks show what is wrong
     if arguments.alive is not None:
         return 0 if asyncio.run(is_alive(find(os.environ), arguments.alive, os.environ)) else 1
-    if arguments.actions is not None:
-        found = asyncio.run(actions(find(os.environ), check_job(arguments.actions)))
-        return _show({"Stored actions": [found]}, {}, arguments.json, all_fatal=True)
     with explained(SettingsError):
         settings = read(CollectorSettings, "collector", os.environ)
         here = node(os.environ)
     if arguments.ebpf:
         tried = [*programs(), try_ebpf(settings.cgroup)]
-        return _show({EBPF: tried}, {}, arguments.json, all_fatal=True)
-    of_kernel, of_ebpf = kernel(), programs()
+        return _show({EBPF: tried}, arguments.json, all_fatal=True)
     broker = asyncio.run(bus(find(os.environ), configured=names_broker(os.environ)))
-    probe, why = chosen(of_kernel, of_ebpf, settings.probe)
     sections = {
         "Software": software(),
         "Broker and services": [here, *broker],
-        "Kernel, as every user sees it": of_kernel,
-        EBPF: [*of_ebpf, why],
+        "Kernel, as every user sees it": kernel(),
+        EBPF: programs(),
     }
-    return _show(sections, {"probe": probe}, arguments.json)
+    return _show(sections, arguments.json)
 
 
-def _show(
-    sections: Mapping[str, Sequence[DoctorCheck]],
-    also: Mapping[str, str],
-    destination: str | None,
-    *,
-    all_fatal: bool = False,
-) -> int:
+def _show(sections: Mapping[str, Sequence[DoctorCheck]], destination: str | None, *, all_fatal: bool = False) -> int:
     """Print the checks and write them as JSON; the exit code."""
     checks = [check for section in sections.values() for check in section]
     found = [{**msgspec.structs.asdict(check), "present": check.present, "fatal": check.is_fatal} for check in checks]
-    write_result({"findings": found, **also}, report(sections), destination)
+    write_result({"findings": found}, report(sections), destination)
     return 1 if any((not check.present and all_fatal) or check.is_fatal for check in checks) else 0
 
 
@@ -259,7 +231,7 @@ def kernel(root: Path = Path("/")) -> list[DoctorCheck]:
     whole = size >= TCP_INFO_BYTES
     shown = f"{size} bytes" + (", with traffic and retransmissions" if whole else " only")
     newer = "" if whole else "a newer kernel; until then traffic is per namespace"
-    return [proc, DoctorCheck("schedstat", "training", what, fix), DoctorCheck(TCP_INFO, "training", shown, newer)]
+    return [proc, DoctorCheck("schedstat", "training", what, fix), DoctorCheck("TCP_INFO", "training", shown, newer)]
 
 
 # --- the broker and what runs on it
@@ -341,7 +313,7 @@ async def _services(connection: Bus) -> list[DoctorCheck]:
         found.append(DoctorCheck("storage", "training", what, fix))
     if refused := heartbeats.count("refused_logs", now_s=now_s):
         what = f"the arbitrator refuses the stored actions of {refused} generation(s); it steers all other jobs"
-        fix = "its log names the jobs; `dynamix doctor --actions JOB`"
+        fix = "its log names the jobs and reasons; `dynamix capture JOB --past -o FILE`, `dynamix inspect FILE`"
         found.append(DoctorCheck("actions", "training", what, fix))
     return found
 
@@ -355,33 +327,6 @@ async def is_alive(settings: BusSettings, service: str, environ: Mapping[str, st
             return await hear(connection, lambda beat: beat.counters.get("ready"), service, instance)
     except (TimeoutError, CommandError):
         return False
-
-
-# --- the stored actions of one job
-
-
-async def actions(settings: BusSettings, name: str) -> DoctorCheck:
-    """Check a job's stored actions: each as it was written, each after its predecessor, none missing at the end."""
-    check = ChainCheck()
-    try:
-        async with connected(settings, "doctor", wait=False) as bus:
-            message = await bus.last(JOBS.name, subjects.of("job", name))
-            if message is None:
-                return DoctorCheck("actions", "training", f"no job is called {name!r}", "`dynamix top` shows the jobs")
-            job = decode(Job, message.subject, message.payload)
-            newest, _ = await checked_action(bus, job)
-            if newest is None:
-                return DoctorCheck("actions", "training", f"none yet of {name}")
-            async for stored in bus.stored(ACTIONS.name, [subjects.of("action", name)]):
-                if stored.sequence <= newest.sequence:
-                    check.check_next(decode(Action, stored.subject, stored.payload), stored.payload)
-    except (ActionStoreError, BrokenChainError, MalformedMessageError) as error:
-        return DoctorCheck("actions", "training", str(error), HOW_TO_RESTORE)
-    except (CommandError, ValueError) as error:
-        fix = f"ask as the user `watcher`, for a job that `dynamix top` shows; {HOW_TO_CONNECT}"
-        return DoctorCheck("actions", "training", str(error), fix)
-    where = f"window {newest.action.window} of generation {newest.action.generation}"
-    return DoctorCheck("actions", "training", f"{check.num_actions:,} of {name}, a whole chain up to {where}")
 
 
 # --- eBPF: what the probe needs, the probe that the collector takes, and a trial
@@ -398,13 +343,10 @@ HOW_TO_GRANT = (
     "systemd, containers and setpriv"
 )
 HOW_TO_BE_ACCEPTED = (
-    "the rights above; a kernel with CONFIG_BPF_SYSCALL and CONFIG_CGROUP_BPF; no rootless container or sandbox; a "
+    "what lacks above; a kernel with CONFIG_BPF_SYSCALL and CONFIG_CGROUP_BPF; no rootless container or sandbox; a "
     "system call filter that allows it (SystemCallFilter=bpf; Docker 23 and containerd 1.7 or newer do, with CAP_BPF); "
     "of a security module the kernel's log says more"
 )
-_PROG_LOAD, _CGROUP_SKB = 5, 8
-_LET_EVERY_PACKET_PASS = struct.pack("=BBhiBBhi", 0xB7, 0, 0, 1, 0x95, 0, 0, 0)
-"""r0 = 1; return r0."""
 PAYLOAD_BYTES, NUM_PIECES = 1_000_000, 100
 """A piece fits into the smallest of socket buffers: one thread sends and receives."""
 SO_COOKIE = 57
@@ -414,9 +356,7 @@ Finding = tuple[str, str]
 """What was found, and the fix, empty when nothing is missing."""
 
 
-def programs(
-    root: Path = Path("/"), system: os.uname_result | None = None, load: Callable[[], None] | None = None
-) -> list[DoctorCheck]:
+def programs(root: Path = Path("/"), system: os.uname_result | None = None) -> list[DoctorCheck]:
     """Everything that `auto` needs to choose eBPF; `root` is where /proc, /sys and headers are looked for."""
     system = system or os.uname()
     status = (root / "proc/self/status").read_text()
@@ -433,7 +373,6 @@ def programs(
     findings: dict[str, Finding] = {
         "kernel": (system.release, "") if release >= OLDEST else (f"{system.release} is too old", "Linux 5.8 or newer"),
         "rights": (f"without {', '.join(lacking)}", HOW_TO_GRANT) if lacking else (granted, ""),
-        "bpf()": _acceptance(load or load_smallest_program),
         "cgroup v2": _cgroup(root),
         "bcc": (str(bcc), "") if bcc else (no_bcc, get_bcc),  # compiles the program; comes from the distribution
         "headers": (f"{headers.build}, of {'this' if headers.own else 'another'} kernel", "")  # BCC cannot use BTF
@@ -441,32 +380,6 @@ def programs(
         else (no_headers, get_headers),
     }
     return [DoctorCheck(name, "eBPF probes", *finding) for name, finding in findings.items()]
-
-
-def chosen(
-    kernel: Sequence[DoctorCheck], programs: Sequence[DoctorCheck], wanted: WantedProbe
-) -> tuple[WantedProbe, DoctorCheck]:
-    """The probe that a collector of this user and these settings takes, and why, as a check."""
-    missing = ", ".join(check.name for check in programs if not check.present)
-    if wanted == "ebpf" and missing:
-        what = f"the collector refuses to start: eBPF is wanted and lacks {missing}"
-        fix = "what stands above, or DYNAMIX_COLLECTOR_PROBE=auto"
-        return wanted, DoctorCheck("probe", "training", what, fix)
-    if wanted != "auto":
-        return wanted, DoctorCheck("probe", "training", f"{wanted}, as DYNAMIX_COLLECTOR_PROBE says")
-    has_tcp_info = next(check for check in kernel if check.name == TCP_INFO).present
-    probe: WantedProbe = "ebpf" if not missing else "tcp_info" if has_tcp_info else "proc"
-    because = f"eBPF lacks {missing}" if missing else "`dynamix doctor --ebpf` tries it"
-    return probe, DoctorCheck("probe", "training", f"`auto` takes {probe}: {because}")
-
-
-def _acceptance(load: Callable[[], None]) -> Finding:
-    """Whether the kernel takes a program at all."""
-    try:
-        load()
-    except OSError as error:
-        return f"refused: {error.strerror}", HOW_TO_BE_ACCEPTED
-    return "the kernel took a program of two instructions", ""
 
 
 def _cgroup(root: Path) -> Finding:
@@ -495,17 +408,6 @@ def _text(path: Path) -> str:
         return ""
 
 
-def load_smallest_program() -> None:
-    """Load a program for a control group's packets and drop it at once; it is attached nowhere.
-
-    Raises OSError as the kernel refuses it; ENOSYS also where the call's number is not known.
-    """
-    instructions = ctypes.create_string_buffer(_LET_EVERY_PACKET_PASS)
-    license_ = ctypes.create_string_buffer(b"Apache-2.0")
-    addresses = (ctypes.addressof(instructions), ctypes.addressof(license_))
-    os.close(call(_PROG_LOAD, attribute("=IIQQ", _CGROUP_SKB, 2, *addresses)))
-
-
 def try_ebpf(cgroup: str) -> DoctorCheck:
     """Load and attach the probe as the collector would, count a connection over loopback, detach."""
     try:
@@ -523,8 +425,7 @@ def try_ebpf(cgroup: str) -> DoctorCheck:
             (cookie,) = struct.unpack("=Q", receiver.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8))
             counters = probe.read(cookie, os.getuid())
     except (ProbeError, OSError) as error:
-        fix = "what is lacking above; else see docs/operations.md, Kernel probes"
-        return DoctorCheck("trial", "eBPF probes", str(error), fix)
+        return DoctorCheck("trial", "eBPF probes", str(error), HOW_TO_BE_ACCEPTED)
     if counters is None or counters.received_bytes != PAYLOAD_BYTES:
         counted = "nothing" if counters is None else f"{counters.received_bytes:,} bytes"
         what = f"attached, but counted {counted} of a connection's {PAYLOAD_BYTES:,}"

@@ -27,10 +27,8 @@ from dynamix.recording.capture import (
 )
 from dynamix.recording.fingerprint import Fingerprint, differences, fingerprint
 from dynamix.recording.job_view import JobView, Window
-from dynamix.schemas import subjects
 from dynamix.schemas.chain import BrokenChainError, ChainCheck
-from dynamix.schemas.codec import decode_any
-from dynamix.schemas.messages import Action, Event, Job
+from dynamix.schemas.messages import Action, Event, Job, Message
 from dynamix.schemas.messages.allocation import EXACT
 
 MOST_MISSING = 1000
@@ -93,17 +91,14 @@ class Inspection(msgspec.Struct):
     """When the broker stored the first message, 0 without one."""
     last_ns: int = 0
 
-    def record(self, record: Record) -> None:
+    def record(self, record: Record, message: Message | None) -> None:
         """Take the next record into account."""
         self.num_records += 1
         self.num_payload_bytes += len(record.payload)
         self.first_ns = self.first_ns or record.timestamp_ns
         self.last_ns = max(self.last_ns, record.timestamp_ns)
-        try:
-            self.kinds[subjects.parse(record.subject).kind] += 1
-            message = decode_any(record.subject, record.payload)
-        except ValueError as error:  # of the subject, or the message
-            self.malformed.append((record.subject, str(error)))
+        self.kinds[record.kind] += 1
+        if message is None:
             return
         self.view.fold(message, record.timestamp_ns)
         match message:
@@ -138,9 +133,9 @@ def inspect(path: Path, *, keep_ranks: bool = False) -> Inspection:
     """Read the undamaged part of a capture. Raises CaptureError if there is none, and OSError."""
     with CaptureReader(path) as reader:
         view = JobView(reader.header.job, most_windows=1 << 62, keep_ranks=keep_ranks)
-        inspection = Inspection(reader.header, view)
-        for record in reader:
-            inspection.record(record)
+        inspection = Inspection(reader.header, view, malformed=reader.malformed)
+        for record, message in reader.messages():
+            inspection.record(record, message)
         inspection.fault = "" if reader.fault is None else str(reader.fault)
         inspection.end = reader.end
     return inspection

@@ -17,19 +17,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
 from dynamix.arbitrator.learned.policy import action_set_of
 from dynamix.arbitrator.learned.policy_file import SUFFIX, PolicyFile, PolicyFileError, shipped_names
-from dynamix.arbitrator.learned.policy_store import PolicyStore, StoredPolicy, shipped_version
-from dynamix.arbitrator.learned.response import dependence, is_dead, responses, typical_states
+from dynamix.arbitrator.learned.policy_store import PolicyStore, StoredPolicy, read_policy_file, shipped_version
+from dynamix.arbitrator.learned.response import dependence, is_dead, typical_states
 from dynamix.cli.arguments import add_action, add_json_argument, add_output_argument
 from dynamix.cli.connection import HOW_TO_START, NoBrokerError, connected, find
-from dynamix.cli.errors import CommandError, explained, reading
+from dynamix.cli.errors import CommandError, explained
 from dynamix.cli.output import POLICY, ActionResult, Document, write_file, write_result
-from dynamix.cli.terminal import LEVELS, ProgressLine, in_columns
+from dynamix.cli.terminal import ProgressLine, in_columns
 from dynamix.runtime.bus import StreamMissingError
-from dynamix.runtime.input_files import read_regular
 from dynamix.runtime.log import configure as configure_log
 from dynamix.runtime.settings import redact_url
 from dynamix.schemas.streams import POLICIES
@@ -41,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's actions."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     listing = add_action(actions, "list", _list, "List all versions of all policies.")
-    showing = add_action(actions, "show", _show, "Show origin, scores, and the response to each input of one version.")
+    showing = add_action(actions, "show", _show, "Show origin, settings and scores of one version.")
     testing = add_action(actions, "test", _test, "Try a file: exit code 1 if it is dead, or worse than a constant.")
     exporting = add_action(actions, "export", _export, "Write one version to a file, as it is stored.")
     importing = add_action(actions, "import", _import, "Store a file on the bus as the next version.")
@@ -98,17 +96,12 @@ class PolicyCatalogue(NamedTuple):
 
     def find(self, name: str, version: int | None) -> StoredPolicy:
         """A version of a policy, the newest by default. Raises CommandError when there is none."""
-        of_name = [one for one in self.versions if one.name == name]
-        if found := [one for one in of_name if version in (None, one.version)]:
-            return found[0]
-        if of_name:
-            text = (
-                f"policy {name!r} has no version {version}: there is {', '.join(str(one.version) for one in of_name)}"
-            )
-        else:
-            names = sorted({one.name for one in self.versions})
-            text = f"no learned policy is called {name!r}: there is {', '.join(names) or 'none'}"
-        raise CommandError(f"{text} ({self.absence})" if self.absence else text)
+        for one in self.versions:
+            if one.name == name and version in (None, one.version):
+                return one
+        wanted = name if version is None else f"{name}:{version}"
+        known = ", ".join(f"{one.name}:{one.version}" for one in self.versions) or "none"
+        raise CommandError(f"no learned policy {wanted}: there is {known}" + (self.absence and f" ({self.absence})"))
 
 
 @contextlib.asynccontextmanager
@@ -116,19 +109,17 @@ async def opened() -> AsyncIterator[PolicyCatalogue]:
     """The catalogue; without a broker, or before it is provisioned, of the shipped policies only."""
     shipped = [one for name in shipped_names() if (one := shipped_version(name)) is not None]
     settings = find(os.environ)
-    where = redact_url(settings.url)
+    where, absence = redact_url(settings.url), ""
     try:
         async with connected(settings, "policy", wait=False) as bus:
-            store = PolicyStore(bus)
+            store, versions = PolicyStore(bus), shipped
             with explained(ValueError):
                 try:
                     await bus.stream_state(POLICIES.name)
-                    versions = [*await store.versions(), *shipped]
+                    versions = sorted([*await store.versions(), *shipped], key=lambda one: (one.name, -one.version))
                 except StreamMissingError:
                     absence = f"the broker at {where} has no stream for policies: run `dynamix provision`"
-                    yield PolicyCatalogue(shipped, None, absence)
-                else:
-                    yield PolicyCatalogue(sorted(versions, key=lambda one: (one.name, -one.version)), store)
+                yield PolicyCatalogue(versions, None if absence else store, absence)
     except NoBrokerError:
         yield PolicyCatalogue(shipped, None, f"no broker at {where}: {HOW_TO_START}")
 
@@ -165,32 +156,7 @@ async def _show(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> Ac
     shown |= {} if metadata is None else msgspec.structs.asdict(metadata)
     shown.pop("inputs", None)  # a long list; `--json` has it
     text = "\n".join(f"  {name.replace('_', ' '):20}{msgspec.to_builtins(value)}" for name, value in shown.items())
-    if not fault:
-        file = PolicyFile.from_bytes(found.data)
-        result["responses"] = {name: [each.tolist() for each in of_each] for name, of_each in responses(file).items()}
-        text += f"\n\n{_drawn(file)}"
     return f"{found.name} version {found.version}\n{text}", result
-
-
-def _drawn(file: PolicyFile) -> str:
-    """A line per input: each lever's mean action while the input goes from low to high, the others at their means."""
-    found, levers = responses(file), [np.array(each) for each in file.metadata.actions]
-    spans = {
-        name: max(np.ptp(each) / np.ptp(of) for each, of in zip(own, levers, strict=True))
-        for name, own in found.items()
-    }
-    names = ", ".join(("batch", "steps between averagings", "another codec")[: len(levers)])
-    lines = [
-        f"mean action ({names}) while one input goes from -2 to 2 standard deviations",
-        "inputs with the greatest effect first",
-    ]
-    for name in sorted(spans, key=spans.__getitem__, reverse=True):
-        bars = []
-        for values, actions in zip(found[name], levers, strict=True):
-            heights = (values - actions.min()) / np.ptp(actions) * (len(LEVELS) - 1)
-            bars.append("".join(LEVELS[round(height)] for height in heights.tolist()))
-        lines.append(f"  {name:30}{'  '.join(bars)}")
-    return "\n".join(lines)
 
 
 def _test(arguments: argparse.Namespace) -> ActionResult:
@@ -199,8 +165,8 @@ def _test(arguments: argparse.Namespace) -> ActionResult:
     from dynamix.lab.learning.trial import tried
     from dynamix.lab.simulator.scenario import suite_named
 
-    with reading(arguments.file), explained(PolicyFileError, ValueError):
-        file = PolicyFile.from_bytes(read_regular(arguments.file), str(arguments.file))
+    with explained(ValueError, OSError):
+        file = read_policy_file(arguments.file)
         suite = suite_named(arguments.scenarios or SUITE_OF[action_set_of(file.metadata).name])
     with ProgressLine() as progress:
         trial = tried(file, suite.scenarios, lambda name: progress.show(f"trying it in {name}"))
@@ -221,16 +187,14 @@ async def _export(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> 
 
 
 async def _import(catalogue: PolicyCatalogue, arguments: argparse.Namespace) -> ActionResult:
-    with reading(arguments.file), explained(PolicyFileError):
-        data = read_regular(arguments.file)
-        file = PolicyFile.from_bytes(data, str(arguments.file))
-        metadata = file.metadata
-        action_set_of(metadata)
+    with explained(PolicyFileError):
+        file = read_policy_file(arguments.file)
+        action_set_of(file.metadata)
     if is_dead(dependence(file, typical_states(file))):
         raise CommandError(f"{arguments.file} is dead: its choices do not depend on its state (`dynamix policy test`)")
     if catalogue.store is None:
         raise CommandError(catalogue.absence)
-    stored = await catalogue.store.put(arguments.name or metadata.policy, data)
+    stored = await catalogue.store.put(arguments.name or file.metadata.policy, file.content)
     stored = await catalogue.store.find(stored.name, stored.version) or stored  # with the time
     return _done(stored, "stored on the bus: jobs of this policy that start from now on take it", {})
 

@@ -38,7 +38,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     services = ("collector", "reward", "arbitrator")
     add_option(parser, "--into", "arbitrator", "the service whose outputs are computed again", choices=services)
     add_list(parser, "--policy-file", "PATH", "a learned policy that is not in the package; may be repeated")
-    parser.add_argument("--strict", action="store_true", help="require equal bytes on any build and processor")
     add_json_argument(parser)
 
 
@@ -63,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
                 ),
             )
     if arguments.json != STANDARD_OUTPUT:
-        print(*lines(outcome, strict=arguments.strict), sep="\n")
+        print(*lines(outcome), sep="\n")
         if listed := outcome.counts.differences:  # the first one field by field
             first = next((one for one in listed if not one.agrees), listed[0])
             at = "" if first.sequence is None else f", recorded at {first.sequence}"
@@ -73,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
                 rows = [(name, *pair) for name, pair in first.fields.items()][:MAX_FIELDS]
                 more = len(first.fields) - len(rows)
                 print_table(headings, rows, left=headings, caption=f"{more} more fields differ" if more else "")
-    equal = outcome.is_equal(strict=arguments.strict)
+    equal = outcome.is_equal()
     document = {
         "equal": equal,
         "bytes_equal": outcome.bytes_equal,
@@ -85,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     return EQUAL if equal else DIFFERENT
 
 
-def lines(outcome: ReplayOutcome, *, strict: bool) -> Iterator[str]:
+def lines(outcome: ReplayOutcome) -> Iterator[str]:
     """The outcome in sentences."""
     ratio = outcome.recorded_s / max(1e-9, outcome.wall_s)
     yield (
@@ -96,7 +95,7 @@ def lines(outcome: ReplayOutcome, *, strict: bool) -> Iterator[str]:
         yield f"cut off: {outcome.cut_off}"
     counts, what = outcome.counts, CONCERNED[outcome.into]
     yield from (f"note: {note}" for note in counts.notes)
-    verdict = "EQUAL" if outcome.is_equal(strict=strict) else "DIFFERENT"
+    verdict = "EQUAL" if outcome.is_equal() else "DIFFERENT"
     if counts.num_uncompared and not counts.num_different:
         verdict = "INCOMPLETE"
     yield (

@@ -33,8 +33,7 @@ MAX_SHOWN = 64
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("scenario", metavar="SCENARIO", help="a scenario file, or a name such as train/mixed-8")
-    add_option(parser, "--policy", "rule", "NAME[:KEY=VALUE,...]")
-    parser.add_argument("--policy-file", metavar="FILE", help="of a learned policy, instead of a shipped one")
+    add_option(parser, "--policy", "rule", "NAME[:KEY=VALUE,...], as for `dynamix evaluate`")
     add_option(parser, "--seed", 0, "of weights, order of the data and disturbances", type=seed)
     add_data_argument(parser)
     parser.add_argument("--windows", action="store_true", help="show a line for each window")
@@ -52,15 +51,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     with reading(arguments.scenario, exit_code=MISUSED), explained(ValueError, exit_code=MISUSED):
         scenario = scenario_named(arguments.scenario)
-        file = arguments.policy_file
-        row, *others = parse_rows(arguments.policy, {arguments.policy.partition(":")[0]: [file]} if file else None)
+        row, *others = parse_rows(arguments.policy)
         if others:
             raise ValueError(f"--policy {arguments.policy!r}: name one policy, NAME[:KEY=VALUE,...]")
         if row.policy == ORACLE:
             raise ValueError(f"{ORACLE!r} stands for several runs: use `dynamix evaluate --policies {ORACLE}`")
         settings = row.settings(scenario.family, Tuned())  # as they were typed: nothing tuned
         if not settings:
-            raise ValueError(f"no file of the policy {row.policy!r} is shipped: name one with --policy-file")
+            raise ValueError(f"no file of the policy {row.policy!r} is shipped: name one, as in mine:files=FILE")
     torch.set_num_threads(1)  # this process is the command's own; a virtual worker's batch is too small for two
     windows: list[Document] = []
     with explained(ValueError, OSError), ProgressLine() as progress:
@@ -127,20 +125,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def scenario_named(text: str) -> "Scenario":
-    """A scenario from a file, or one that comes with the package: `train/mixed-8`, or `mixed-8` in either part.
+    """A scenario from a file, or one that comes with the package, such as `train/mixed-8`.
 
     Raises ValueError when there is none, with those there are.
     """
     from dynamix.lab.simulator.scenario import SUITES, Scenario, scenario_root
 
-    if os.path.isfile(text):  # noqa: PTH113 - False where `Path.is_file` raises: for a name that is too long
-        return Scenario.read(text)
     root = scenario_root()
-    shipped = {f"{part}/{file.stem}": file for part in SUITES for file in sorted((root / part).glob("*.toml"))}
-    fitting = [name for name, file in shipped.items() if text in {name, file.stem}]
-    if len(fitting) > 1:
-        raise ValueError(f"scenario {text!r} could be {' or '.join(fitting)}: name one of them")
-    if not fitting:
+    shipped = {f"{part}/{file.stem}": str(file) for part in SUITES for file in sorted((root / part).glob("*.toml"))}
+    path = shipped.get(text, text)
+    if not os.path.isfile(path):  # noqa: PTH113 - False where `Path.is_file` raises: for a name that is too long
         known = ", ".join(shipped)
         raise ValueError(f"scenario {text[:MAX_SHOWN]!r} is neither a file nor among those that are shipped: {known}")
-    return Scenario.read(shipped[fitting[0]])
+    return Scenario.read(path)

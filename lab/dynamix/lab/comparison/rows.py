@@ -15,7 +15,7 @@ learned policy has one file per policy seed, and each file is run.
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -193,7 +193,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     @property
     def baseline(self) -> str:
         """The name under which its settings were tuned."""
-        if self.policy != BEST_STATIC:
+        if self.policy not in {"static", BEST_STATIC}:
             return self.policy
         if float(self.options.get("every", 1)) > 1:
             return LOCAL_STATIC
@@ -255,8 +255,8 @@ class _RowFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     row: list[dict[str, Any]]
 
 
-def read_rows(path: Path, files: Mapping[str, Sequence[str]] | None = None) -> tuple[Row, ...]:
-    """The rows of a TOML file; `files` are those of learned policies, by name, in place of the shipped ones.
+def read_rows(path: Path) -> tuple[Row, ...]:
+    """The rows of a TOML file.
 
     Raises:
         ValueError: when the file or one of its rows cannot be used; the message names file and row.
@@ -265,7 +265,7 @@ def read_rows(path: Path, files: Mapping[str, Sequence[str]] | None = None) -> t
     rows = []
     for number, table in enumerate(tables.row, start=1):
         try:
-            rows.append(make_row(table, files))
+            rows.append(make_row(table))
         except ValueError as error:
             raise ValueError(f"{path}, row {number}: {error}") from error
     labels = [row.label for row in rows]
@@ -274,8 +274,8 @@ def read_rows(path: Path, files: Mapping[str, Sequence[str]] | None = None) -> t
     return tuple(rows)
 
 
-def parse_rows(text: str, files: Mapping[str, Sequence[str]] | None = None) -> tuple[Row, ...]:
-    """Rows from a list with commas, `NAME[:KEY=VALUE,...],...`; `files` as in `read_rows`.
+def parse_rows(text: str) -> tuple[Row, ...]:
+    """Rows from a list with commas, `NAME[:KEY=VALUE,...],...`; `files` has one path here.
 
     Raises:
         ValueError: when one cannot be parsed, or names a policy that does not exist.
@@ -295,21 +295,23 @@ def parse_rows(text: str, files: Mapping[str, Sequence[str]] | None = None) -> t
             key, equals, value = pair.partition("=")
             if not equals or not value:
                 raise ValueError(f"policy {piece!r}: write NAME[:KEY=VALUE,...], {pair!r} is not KEY=VALUE")
-            (table if key in {"local_batch_size", "learning_rate_factor", "exchange"} else options)[key] = value
+            if key in {"local_batch_size", "learning_rate_factor", "exchange", "files", "against"}:
+                table[key] = [value] if key == "files" else value
+            else:
+                options[key] = value
         try:
-            rows.append(make_row(table, files, strict=False))
+            rows.append(make_row(table, strict=False))
         except ValueError as error:
             raise ValueError(f"policy {piece!r}: {error}") from error
     return tuple(rows)
 
 
-def make_row(table: Mapping[str, Any], files: Mapping[str, Sequence[str]] | None = None, *, strict: bool = True) -> Row:
+def make_row(table: Mapping[str, Any], *, strict: bool = True) -> Row:
     """A checked row of the keys of `Row`; without `strict` numbers may be given as text.
 
     Raises:
         ValueError: when a key or value cannot be used.
     """
-    files = files or {}
     named = table.get("options") or {}
     if not isinstance(named, dict):
         raise ValueError("options must be a table: options = { track = 1 }")  # noqa: TRY004 - of a user's file
@@ -318,11 +320,9 @@ def make_row(table: Mapping[str, Any], files: Mapping[str, Sequence[str]] | None
         row = msgspec.convert({**table, "options": options}, Row, strict=strict)
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from error
-    row = row if row.files else replace(row, files=tuple(files.get(row.policy, ())))
-    known = {*policy_names(), *LABORATORY, *SHIPPED_POLICIES, *files, BEST_STATIC, ORACLE}
-    names = sorted(known | ({row.policy} if row.files else set()))
-    if row.policy not in names:
-        raise ValueError(f"no policy is called {row.policy!r}: choose one of {', '.join(names)}")
+    known = {*policy_names(), *LABORATORY, *SHIPPED_POLICIES, BEST_STATIC, ORACLE}
+    if not row.files and row.policy not in known:
+        raise ValueError(f"no policy is called {row.policy!r}: choose one of {', '.join(sorted(known))}")
     if row.learning_rate_factor == "best" and row.policy == ORACLE and row.local_batch_size is None:
         raise ValueError("the best rate of a row that is itself the best of several: set local_batch_size")
     if row.learning_rate_factor == math.inf:
@@ -353,9 +353,9 @@ def _label(row: Row, named: Mapping[str, object]) -> str:
     return "".join(text for text, is_set in parts.items() if is_set)
 
 
-def with_references(asked: Iterable[Row], files: Mapping[str, Sequence[str]] | None = None) -> list[Row]:
+def with_references(asked: Iterable[Row]) -> list[Row]:
     """The rows that every comparison shows, then the given ones; each once."""
-    rows = {row.label: row for row in parse_rows(",".join(ALWAYS), files)}
+    rows = {row.label: row for row in parse_rows(",".join(ALWAYS))}
     return list((rows | {row.label: row for row in asked}).values())
 
 
@@ -367,14 +367,9 @@ def untuned_families(row: Row, families: Iterable[str], tuned: Tuned) -> list[st
 
 
 def shipped_files(name: str) -> list[Path]:
-    """The shipped files of a learned policy, one per policy seed; the longest matching name owns a file."""
-
-    def owner(stem: str) -> str | None:
-        owners = [policy for policy in SHIPPED_POLICIES if stem == policy or stem.startswith(f"{policy}-")]
-        return max(owners, key=len, default=None)
-
+    """The shipped files of a learned policy, one per policy seed: NAME and NAME-SEED."""
     found = sorted(shipped_directory().glob(f"{name}*{SUFFIX}"))
-    return [path for path in found if owner(path.stem) == name]
+    return [path for path in found if re.fullmatch(rf"{name}(-\d+)?", path.stem)]
 
 
 @lru_cache(maxsize=256)

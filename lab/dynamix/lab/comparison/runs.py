@@ -5,10 +5,10 @@ the numerical libraries. The ledger keeps outcomes by this key, one line each: a
 changed scenario, policy or program never reuses an old outcome.
 """
 
+import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import IO, NamedTuple, Self, get_args
@@ -16,7 +16,7 @@ from typing import IO, NamedTuple, Self, get_args
 import msgspec
 
 from dynamix.arbitrator.learned.policy import LearnedPolicy
-from dynamix.arbitrator.learned.policy_file import PolicyFile
+from dynamix.arbitrator.learned.policy_store import read_policy_file
 from dynamix.arbitrator.policies.baselines import Static
 from dynamix.arbitrator.policies.policy import Policy
 from dynamix.arbitrator.policies.registry import POLICIES, extension_policy
@@ -31,17 +31,14 @@ from dynamix.lab.simulator.episode import (
 )
 from dynamix.lab.simulator.scenario import Scenario, Suite
 from dynamix.runtime import output_files
-from dynamix.runtime.output_files import RefusedOutputError
 from dynamix.schemas.messages.allocation import ExchangePermission, is_permitted
 from dynamix.schemas.policies import initial_exchange
 
-from . import HEADER, LEDGER
+from . import LEDGER
 from .rows import LABORATORY, ORACLE, Row, Tuned, known_policy
 
 PUBLISHED_LEAST = {"ppo-paper": 32}
 """Samples per rank: the smallest batch with which a policy was published. It is not compared with smaller ones."""
-TYPICAL_RUN_S = 3.0
-"""Assumed mean duration of a run, on one core."""
 
 
 class RunTask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -110,38 +107,26 @@ class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ledger:
-    """Outcomes by key, in a file: after a kill an incomplete last line is dropped and all others are kept."""
+    """Outcomes by key, in a file with a line each; a line torn by a kill is not there, and its run is done again."""
 
     def __init__(self, path: Path | None = None) -> None:
         """Read and check `path`, or keep outcomes in memory only.
 
-        Nothing is written or cut off before there is an outcome to add: until then a wrong argument or missing data may
-        still end the command.
+        Nothing is written before there is an outcome to add: until then a wrong argument or missing data may still end
+        the command.
 
         Raises:
             RefusedOutputError: when `path` is anything but a ledger.
         """
         self._outcomes: dict[str, RunOutcome] = {}
-        self._end = 0
-        """End of the last whole line in the file."""
         self._file: IO[bytes] | None = None
         self._path = path
         if path is not None:
             output_files.check(path, LEDGER, make_parents=True)
-            content = path.read_bytes() if path.exists() else b""
-            for number, text in enumerate(content.splitlines(keepends=True), start=1):
-                if not text.endswith(b"\n"):  # cut off by a kill
-                    break
-                self._end += len(text)
-                if number == 1:
-                    continue
-                try:
+            for text in path.read_bytes().splitlines() if path.exists() else ():
+                with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                     line = msgspec.json.decode(text, type=LedgerLine)
-                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                    raise RefusedOutputError(
-                        f"{path}, line {number}, is not a result ({error}): name another file, or remove this one"
-                    ) from error
-                self._outcomes[line.key] = line.outcome
+                    self._outcomes[line.key] = line.outcome
 
     def __enter__(self) -> Self:
         return self
@@ -169,9 +154,7 @@ class Ledger:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("ab")
-            self._file.truncate(self._end)  # behind the last whole line
-            if self._end == 0:
-                self._file.write(HEADER)
+            self._file.write(b"\n")  # ends a torn line
         self._file.write(msgspec.json.encode(LedgerLine(key=task.key, about=about, outcome=outcome)) + b"\n")
         self._file.flush()
 
@@ -253,22 +236,12 @@ def fill(
     needed = {cell.task.key: cell for cell in cells}
     missing = [cell for cell in needed.values() if cell.task not in ledger]
     tasks = [cell.task for cell in missing]
-    with closing(run_episodes(partial(run_task, data=data), tasks, jobs=jobs)) as runs:
+    with contextlib.closing(run_episodes(partial(run_task, data=data), tasks, jobs=jobs)) as runs:
         for number, (index, outcome) in enumerate(runs, start=len(needed) - len(missing) + 1):
             about = missing[index].about
             ledger.record_outcome(tasks[index], outcome, about)
             if on_progress is not None:
                 on_progress(number, len(needed), about)
-
-
-def estimate(
-    cells: Iterable[ComparisonCell], ledger: Ledger, *, jobs: int, typical_run_s: float = TYPICAL_RUN_S
-) -> str:
-    """The number of runs left, and about how long they take."""
-    num_left = len({cell.task.key for cell in cells if cell.task not in ledger})
-    return (
-        f"{num_left} runs to do: some {max(1, round(num_left * typical_run_s / 60 / jobs))} minutes with --jobs {jobs}."
-    )
 
 
 def run_task(task: RunTask, *, data: Path | None = None) -> RunOutcome:
@@ -297,4 +270,4 @@ def policy_of(setting: Row) -> Policy:
 
 @lru_cache(maxsize=64)
 def _learned(file: str) -> Policy:
-    return LearnedPolicy(PolicyFile.read(Path(file)))
+    return LearnedPolicy(read_policy_file(Path(file)))

@@ -18,7 +18,7 @@ import numpy as np
 from scipy.special import stdtrit  # scipy.stats.t.ppf, without a second of import
 
 from dynamix.arbitrator.deciding.signatures import spread_signature
-from dynamix.arbitrator.learned.policy_file import PolicyFile
+from dynamix.arbitrator.learned.policy_store import read_policy_file
 from dynamix.lab.simulator.cluster import Evaluation
 from dynamix.lab.simulator.episode import RunOutcome, code_digest, versions
 from dynamix.lab.simulator.exchange import Array64
@@ -171,10 +171,6 @@ class OutcomeTable:
             outcome.evaluations for cell, outcome in self._known.get(label, []) if cell.task.scenario.name == scenario
         ]
 
-    def target_accuracy(self, scenario: str) -> float:
-        """The target accuracy of a scenario."""
-        return next(found.target_accuracy for found in self._scenarios if found.name == scenario)
-
     def _array(
         self, label: str, families: Sequence[str], number: Callable[[ComparisonCell, RunOutcome], float]
     ) -> Array64:
@@ -270,8 +266,8 @@ def judge(
     *,
     command: str = "",
     against: Sequence[str] = (),
-) -> tuple[Verdict, OutcomeTable]:
-    """The verdict on all outcomes in a ledger, and these; `against` are labels of rows that all are compared with."""
+) -> Verdict:
+    """The verdict on all outcomes in a ledger; `against` are labels of rows that all are compared with."""
     table = OutcomeTable(suite.scenarios, cells, ledger, rows)
     families, heterogeneous = list(suite.families), suite.heterogeneous_families
     control = [name for name in families if name not in heterogeneous]
@@ -312,7 +308,7 @@ def judge(
             policies=[verdict_row(row, [name], row.settings(name, tuned)) for row in rows],
         )
 
-    verdict = Verdict(
+    return Verdict(
         suite=suite.name,
         default_policy=DEFAULT_POLICY,
         families={name: verdict_family(name) for name in families},
@@ -339,7 +335,6 @@ def judge(
         },
         against=list(against),
     )
-    return verdict, table
 
 
 def note_on(row: Row, suite: Suite) -> str:
@@ -353,7 +348,7 @@ def note_on(row: Row, suite: Suite) -> str:
     """
     if row.is_learned and not row.policy_files:
         return "no policy file comes with the package"
-    names = {name for file in row.policy_files for name in PolicyFile.read(Path(file)).metadata.scenarios}
+    names = {name for file in row.policy_files for name in read_policy_file(Path(file)).metadata.scenarios}
     train = {digest_of(scenario) for scenario in suite_named(TRAIN).scenarios} if names else set()
     known = [each.name for each in suite.scenarios if each.name in names and digest_of(each) in train]
     return f"learned on scenarios of this suite: {', '.join(known)}" if known else ""

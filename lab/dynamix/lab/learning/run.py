@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from dynamix.arbitrator.deciding.signatures import Finding, reward_signatures, value_signature
 from dynamix.arbitrator.learned.policy import LearnedPolicy, metadata_of
-from dynamix.arbitrator.learned.policy_file import ActionSetName, PolicyFile, PPOSettings
+from dynamix.arbitrator.learned.policy_file import ActionSetName, PolicyFile, PPOSettings, UpdateStats
 from dynamix.arbitrator.learning.ppo import Agent
 from dynamix.arbitrator.policies.policy import Policy
 from dynamix.arbitrator.policies.registry import policy_named, policy_names
@@ -118,7 +118,7 @@ KIND = FileKind("a checkpoint of `dynamix learn`", lambda head: head[1:13] == b"
 
 
 class LearningUpdate(msgspec.Struct, frozen=True, kw_only=True):
-    """One update: its batch of jobs, and PPO's numbers (named as cleanrl names them)."""
+    """One update from a batch of jobs."""
 
     update: int
     """Number of the update, from 1."""
@@ -126,15 +126,7 @@ class LearningUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """Wall-clock time of learning until now, over all its starts."""
     returns: tuple[float, ...]
     """Undiscounted, of each group of jobs in the batch."""
-    policy_loss: float
-    value_loss: float
-    entropy: float
-    approx_kl: float
-    clipfrac: float
-    explained_variance: float | None
-    """`None` when the returns had no variance, or there is no critic."""
-    learning_rate: float
-    num_decisions: int
+    stats: UpdateStats
     validation_vs_rule: float | None = None
     """Geometric mean, on the validation seeds, of the times to the target over what `rule` takes in the same scenario;
     of the likeliest actions. `None` when this update was not validated."""
@@ -147,11 +139,8 @@ class LearningUpdate(msgspec.Struct, frozen=True, kw_only=True):
 
 def findings(history: Sequence[LearningUpdate]) -> list[Finding]:
     """Return the failure signatures of a learning run so far (method section 3)."""
-    explained = [row.explained_variance for row in history if row.explained_variance is not None]
-    found = reward_signatures([row.mean_return for row in history])
-    if (mute := value_signature(explained)) is not None:
-        found.append(mute)
-    return found
+    explained = [row.stats.explained_variance for row in history if row.stats.explained_variance is not None]
+    return [*reward_signatures([row.mean_return for row in history]), *filter(None, [value_signature(explained)])]
 
 
 class LearningCheckpointError(ValueError):
@@ -217,16 +206,8 @@ class EpisodeTask(NamedTuple):
         return f"scenario {self.scenario.name}, seed {self.seed}"
 
 
-class EpisodeResult(NamedTuple):
-    """Result of an episode."""
-
-    time_s: float
-    """To the target; a miss counts as the time limit."""
-    missed: bool
-
-
-def play(task: EpisodeTask) -> EpisodeResult:
-    """Run one episode in this process, by the likeliest actions.
+def play(task: EpisodeTask) -> float:
+    """Run one episode in this process, by the likeliest actions: its time to the target, at most the time limit.
 
     Raises:
         ValueError: when the scenario's data is missing, or the policy cannot be used.
@@ -245,8 +226,7 @@ def play(task: EpisodeTask) -> EpisodeResult:
         seed=task.seed,
         policy_options=options,
     )
-    reached = episode.time_to_target_s
-    return EpisodeResult(task.scenario.time_limit_s if reached is None else reached, reached is None)
+    return task.scenario.time_limit_s if episode.time_to_target_s is None else episode.time_to_target_s
 
 
 class LearningResult(NamedTuple):
@@ -277,134 +257,97 @@ def learn(
         LearningCheckpointError: when the checkpoint belongs to another plan.
         EpisodeError: when an episode cannot be played, for example for want of data.
     """
-    found = LearningCheckpoint.read(checkpoint, plan) if checkpoint else None
-    run = _LearningRun(plan, num_workers, data, found)
-    state, history = run.state, run.state.history
-    while len(history) < plan.num_updates:
-        known = {finding.signature for finding in findings(history)}
-        run.update()
+    begun_s = time.monotonic()
+
+    def times(policy: bytes, first_seed: int, num_seeds: int) -> dict[str, list[float]]:
+        """Seconds to the target by scenario; no bytes: of `rule`."""
+        tasks = [
+            EpisodeTask(scenario=scenario, seed=first_seed + number, policy=policy, data=data)
+            for scenario in plan.learned_from
+            for number in range(num_seeds)
+        ]
+        played = iter(run_in_order(play, tasks, jobs=num_workers))
+        return {scenario.name: [next(played) for _ in range(num_seeds)] for scenario in plan.learned_from}
+
+    state = LearningCheckpoint.read(checkpoint, plan) if checkpoint else None
+    if state is None:
+        metadata = metadata_of(
+            plan.action_set,
+            policy=plan.policy,
+            settings=plan.settings,
+            reward_formula=plan.formula or "auto",
+            reward_weights={name: float(getattr(plan.weights, name)) for name in Weights.__struct_fields__},
+            scenarios=tuple(scenario.name for scenario in plan.learned_from),
+            seeds=(plan.seed,),
+        )
+        untrained = Agent.new(metadata).file().to_bytes()
+        state = LearningCheckpoint(
+            plan_digest=plan.digest,
+            validation_s=times(b"", VALIDATION_SEEDS, plan.num_validation_seeds),
+            current=untrained,
+            best=untrained,
+            best_vs_rule=math.inf,  # never return an untrained version: that is the rule itself
+            history=[],
+            elapsed_s=0.0,
+        )
+    agent, before_s = Agent.of(PolicyFile.from_bytes(state.current)), state.elapsed_s
+    while (number := len(state.history)) < plan.num_updates:
+        known = {finding.signature for finding in findings(state.history)}
+        trajectories = run_in_order(play_surrogate, _surrogate_tasks(plan, number, state.current), jobs=num_workers)
+        stats = agent.learn(trajectories, progress=number / plan.num_updates)
+        state.current = agent.file().to_bytes()
+        vs_rule = None
+        if (number + 1) % plan.validate_every == 0 or number + 1 == plan.num_updates:
+            own_s, rule_s = times(state.current, VALIDATION_SEEDS, plan.num_validation_seeds), state.validation_s
+            pairs = (pair for name in own_s for pair in zip(own_s[name], rule_s[name], strict=True))
+            vs_rule = geometric_mean(own / rule for own, rule in pairs)
+            if vs_rule < state.best_vs_rule:
+                state.best, state.best_vs_rule = state.current, vs_rule
+        state.elapsed_s = before_s + time.monotonic() - begun_s
+        row = LearningUpdate(
+            update=number + 1,
+            elapsed_s=state.elapsed_s,
+            returns=tuple(trajectory.total_reward for trajectory in trajectories),
+            stats=stats,
+            validation_vs_rule=vs_rule,
+        )
+        state.history.append(row)
         if checkpoint is not None:
             state.write(checkpoint)
         if observer is not None:
-            observer(history[-1], [finding for finding in findings(history) if finding.signature not in known])
-    return LearningResult(run.result(), history)
+            observer(row, [finding for finding in findings(state.history) if finding.signature not in known])
+    # the best version by validation, with its scores on seeds that chose nothing
+    own_s, rule_s = (times(policy, SCORE_SEEDS, plan.num_score_seeds) for policy in (state.best, b""))
+    ratios = {
+        f"vs_rule/{name}": geometric_mean(own / rule for own, rule in zip(own_s[name], rule_s[name], strict=True))
+        for name in own_s
+    }
+    scores = {**ratios, "vs_rule": geometric_mean(ratios.values()), "num_runs": float(sum(map(len, own_s.values())))}
+    file = PolicyFile.from_bytes(state.best)
+    metadata = msgspec.structs.replace(file.metadata, scores=scores, num_episodes=0)
+    return LearningResult(PolicyFile(metadata, file.tensors), state.history)
 
 
-class _LearningRun:
-    """The state between two updates, and how to do the next one."""
+def _surrogate_tasks(plan: LearningPlan, update: int, policy: bytes) -> list[SurrogateTask]:
+    """Jobs that train in step have as many workers and steps per window.
 
-    def __init__(
-        self, plan: LearningPlan, num_workers: int, data: Path | None, found: LearningCheckpoint | None
-    ) -> None:
-        self._plan = plan
-        self._num_workers = num_workers
-        self._data = data
-        self._begin_s = time.monotonic()
-        if found is None:
-            metadata = metadata_of(
-                plan.action_set,
-                policy=plan.policy,
-                settings=plan.settings,
-                reward_formula=plan.formula or "auto",
-                reward_weights={name: float(getattr(plan.weights, name)) for name in Weights.__struct_fields__},
-                scenarios=tuple(scenario.name for scenario in plan.learned_from),
-                seeds=(plan.seed,),
-            )
-            rules = self._times(b"", VALIDATION_SEEDS, plan.num_validation_seeds)
-            content = Agent.new(metadata).file().to_bytes()
-            found = LearningCheckpoint(
-                plan_digest=plan.digest,
-                validation_s={name: [run.time_s for run in runs] for name, runs in rules.items()},
-                current=content,
-                best=content,
-                best_vs_rule=math.inf,  # never return an untrained version: that is the rule itself
-                history=[],
-                elapsed_s=0.0,
-            )
-        self._agent = Agent.of(PolicyFile.from_bytes(found.current))
-        self._before_s = found.elapsed_s
-        self.state = found
-
-    @property
-    def elapsed_s(self) -> float:
-        """Wall-clock time of learning over all starts, in seconds."""
-        return self._before_s + time.monotonic() - self._begin_s
-
-    def result(self) -> PolicyFile:
-        """The best version by validation, with its scores on seeds that chose nothing."""
-        plan, content = self._plan, self.state.best
-        rules = self._times(b"", SCORE_SEEDS, plan.num_score_seeds)
-        runs = self._times(content, SCORE_SEEDS, plan.num_score_seeds)
-        ratios = {
-            name: geometric_mean([own.time_s / rule.time_s for own, rule in zip(runs[name], rules[name], strict=True)])
-            for name in runs
-        }
-        flat = [run for found in runs.values() for run in found]
-        scores = {f"vs_rule/{name}": ratio for name, ratio in ratios.items()}
-        scores |= {"vs_rule": geometric_mean(ratios.values()), "missed": float(sum(run.missed for run in flat))}
-        scores["num_runs"] = float(len(flat))
-        file = PolicyFile.from_bytes(content)
-        return PolicyFile(msgspec.structs.replace(file.metadata, scores=scores, num_episodes=0), file.tensors)
-
-    def update(self) -> None:
-        """Play jobs on the surrogate, learn from them, and validate now and then; the state is that after it."""
-        plan, number = self._plan, len(self.state.history)
-        trajectories = run_in_order(play_surrogate, self._surrogate_tasks(number), jobs=self._num_workers)
-        stats = self._agent.learn(trajectories, progress=number / plan.num_updates)
-        self.state.current = self._agent.file().to_bytes()
-        is_explained = math.isfinite(stats.explained_variance) and plan.settings.objective == "clipped"
-        vs_rule = None
-        if (number + 1) % plan.validate_every == 0 or number + 1 == plan.num_updates:
-            # time to target of the likeliest actions against the rule
-            runs = self._times(self.state.current, VALIDATION_SEEDS, plan.num_validation_seeds)
-            rules = self.state.validation_s
-            pairs = ((run.time_s, rule) for name in runs for run, rule in zip(runs[name], rules[name], strict=True))
-            vs_rule = geometric_mean(own_s / rule_s for own_s, rule_s in pairs)
-            if vs_rule < self.state.best_vs_rule:
-                self.state.best, self.state.best_vs_rule = self.state.current, vs_rule
-        numbers = {name: value for name, value in stats._asdict().items() if name in LearningUpdate.__struct_fields__}
-        row = LearningUpdate(
-            update=number + 1,
-            returns=tuple(trajectory.total_reward for trajectory in trajectories),
-            **(numbers | ({} if is_explained else {"explained_variance": None})),
-            validation_vs_rule=vs_rule,
-            elapsed_s=self.elapsed_s,
+    Of such groups the largest takes part in each update, and one other in turn, with the jobs of all others.
+    """
+    alike: dict[tuple[int, int], list[Scenario]] = {}
+    for scenario in plan.learned_from:
+        alike.setdefault((scenario.world_size, scenario.window_steps), []).append(scenario)
+    first, *others = sorted(alike.values(), key=len, reverse=True)
+    groups = [(first, len(first))]
+    if others:
+        groups.append((others[update % len(others)], sum(map(len, others))))
+    return [
+        SurrogateTask(
+            scenarios=tuple(scenarios),
+            num_jobs=plan.jobs_per_scenario * count,
+            seed=2 * (plan.seed * SEEDS_PER_LEARNING + update) + number,
+            policy=policy,
+            num_windows=plan.windows_per_job,
+            weights=plan.weights if plan.formula != "time-aware" else None,
         )
-        self.state.history.append(row)
-        self.state.elapsed_s = row.elapsed_s
-
-    def _surrogate_tasks(self, update: int) -> list[SurrogateTask]:
-        """Jobs that train in step have as many workers and steps per window.
-
-        Of such groups the largest takes part in each update, and one other in turn, with the jobs of all others.
-        """
-        plan = self._plan
-        alike: dict[tuple[int, int], list[Scenario]] = {}
-        for scenario in plan.learned_from:
-            alike.setdefault((scenario.world_size, scenario.window_steps), []).append(scenario)
-        first, *others = sorted(alike.values(), key=len, reverse=True)
-        groups = [(first, len(first))]
-        if others:
-            groups.append((others[update % len(others)], sum(map(len, others))))
-        return [
-            SurrogateTask(
-                scenarios=tuple(scenarios),
-                num_jobs=plan.jobs_per_scenario * count,
-                seed=2 * (plan.seed * SEEDS_PER_LEARNING + update) + number,
-                policy=self.state.current,
-                num_windows=plan.windows_per_job,
-                weights=plan.weights if plan.formula != "time-aware" else None,
-            )
-            for number, (scenarios, count) in enumerate(groups)
-        ]
-
-    def _times(self, policy: bytes, first_seed: int, num_seeds: int) -> dict[str, list[EpisodeResult]]:
-        """Greedy runs in every scenario; no bytes: of the rule."""
-        scenarios = self._plan.learned_from
-        tasks = [
-            EpisodeTask(scenario=scenario, seed=first_seed + number, policy=policy, data=self._data)
-            for scenario in scenarios
-            for number in range(num_seeds)
-        ]
-        played = iter(run_in_order(play, tasks, jobs=self._num_workers))
-        return {scenario.name: [next(played) for _ in range(num_seeds)] for scenario in scenarios}
+        for number, (scenarios, count) in enumerate(groups)
+    ]

@@ -16,6 +16,7 @@ and the time of coded gradients. So the surrogate ranks policies, and no figure 
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,18 +28,11 @@ from dynamix.arbitrator.learned.policy import (
     LAG,
     Columns,
     Levers,
+    facts_of,
     lever_inputs,
     published_inputs,
 )
-from dynamix.arbitrator.learned.policy_file import (
-    Choices,
-    Forward,
-    Normalisation,
-    PolicyFile,
-    likeliest,
-    of_levers,
-    sample,
-)
+from dynamix.arbitrator.learned.policy_file import Choices, Network, PolicyFile
 from dynamix.arbitrator.learning.rollout import Trajectory
 from dynamix.lab.simulator.scenario import BYTES_PER_MBIT, Congestion, Scenario, Stragglers, Workers
 from dynamix.lab.workloads import workload_named
@@ -116,7 +110,7 @@ class SurrogateJobs:
         self.low = of_jobs(lambda scenario: max(1, scenario.min_local_batch_size)) + np.zeros(shape)
         self.high = np.array([scenario.max_local_batch_sizes for scenario in self.scenarios], dtype=np.float64)
         self.initial = np.array([scenario.local_batch_sizes() for scenario in self.scenarios], dtype=np.float64)
-        self.facts = _facts(self.scenarios)
+        self.facts = facts_of(self.scenarios, np.ones(num_jobs))
         self._noise_factor = factors()[:, 0]
         self._loss_factor = factors()[:, 0] * (self.num_ranks / 8) ** LOCAL_LOSS_POWER
         self._exponent = RATE_EXPONENT * (1.0 + self.facts["is_adam"]) + 0.1 * np.log2(factors()[:, 0])
@@ -273,23 +267,6 @@ class SurrogateJobs:
         self._newest = np.where(shared[:, None], measured, self._newest)
 
 
-def _facts(scenarios: Sequence[Scenario]) -> Columns:
-    """What `levers` needs to know of jobs beside what their windows show, as `policy.facts_of` has it of real jobs."""
-
-    def of(number: Callable[[Scenario], float]) -> Array64:
-        return np.array([float(number(scenario)) for scenario in scenarios])
-
-    return {
-        "base": of(lambda scenario: scenario.base_global_batch_size),
-        "smallest": of(lambda scenario: max(1, scenario.min_local_batch_size) * scenario.world_size),
-        "largest": of(lambda scenario: sum(scenario.max_local_batch_sizes)),
-        "world_size_log2": of(lambda scenario: math.log2(scenario.world_size)),
-        "permits_rounding": of(lambda scenario: scenario.supports_exchange and scenario.exchange != "exact"),
-        "permits_local": of(lambda scenario: scenario.supports_exchange and scenario.exchange == "local"),
-        "is_adam": of(lambda scenario: scenario.optimizer != "sgd"),
-    }
-
-
 class _Switches:
     """Two-state Markov processes, E x W of them, as `lab.simulator.clock.Switching` in arrays."""
 
@@ -336,30 +313,10 @@ def play_surrogate(task: SurrogateTask) -> Trajectory:
     """Play jobs under a policy that explores; half of them begin somewhere in their training."""
     file, jobs = PolicyFile.from_bytes(task.policy), SurrogateJobs(task.scenarios, task.num_jobs, seed=task.seed)
     jobs.progress = np.maximum(jobs.random.uniform(-200, 200, task.num_jobs), 0.0)
-    choose = Actor(file, jobs.random).choose
+    choose = partial(Network(file).choose, random=jobs.random)
     if file.metadata.action_set == "levers":
         return play_levers(jobs, choose, task.num_windows)
     return play_deltas(jobs, choose, task.num_windows, task.weights)
-
-
-class Actor:
-    """The network of a policy file, which chooses for many jobs at once."""
-
-    def __init__(self, file: PolicyFile, random: np.random.Generator | None = None) -> None:
-        """Choices are drawn; without `random` the likeliest are taken."""
-        self._random = random
-        self._actions = file.metadata.actions
-        self._forward = Forward(file.tensors, len(file.metadata.settings.hidden_sizes))
-        self._normalisation = Normalisation.of_tensors(file.tensors)
-
-    def choose(self, inputs_DI: Array32) -> tuple[Choices, Array64, Array64]:
-        """Choices of all levers, their log-probabilities, and values: one row, or number, per decision."""
-        inputs = self._normalisation.applied(inputs_DI)
-        logits = of_levers(self._forward.logits(inputs), self._actions)
-        if self._random is None:
-            return likeliest(logits), np.zeros(len(inputs)), np.zeros(len(inputs))
-        choices_DL, logprobs_D = sample(logits, self._random.random((len(inputs), len(logits))))
-        return choices_DL, logprobs_D, self._forward.values(inputs)
 
 
 def play_levers(jobs: SurrogateJobs, choose: Chooser, num_windows: int, *, until_target: bool = False) -> Trajectory:

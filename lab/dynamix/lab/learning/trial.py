@@ -10,11 +10,11 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamix.arbitrator.learned.policy import Levers
-from dynamix.arbitrator.learned.policy_file import PolicyFile
+from dynamix.arbitrator.learned.policy_file import Network, PolicyFile
 from dynamix.arbitrator.learned.response import LEAST_DEPENDENCE, dependence, is_dead
 from dynamix.lab.simulator.scenario import Scenario
 
-from .surrogate import Actor, Array64, SurrogateJobs, play_deltas, play_levers
+from .surrogate import Array64, SurrogateJobs, play_deltas, play_levers
 
 NUM_JOBS = 8
 """Jobs of each scenario and setting."""
@@ -56,14 +56,14 @@ def tried(file: PolicyFile, scenarios: Sequence[Scenario], show: Callable[[str],
     levers, least = file.metadata.action_set == "levers", max(each.min_local_batch_size for each in scenarios)
     sizes = [size for size in LOCAL_BATCH_SIZES if size >= least]
     settings = list(product(sizes, EXCHANGES if levers else EXCHANGES[:1]))
-    states, own, constants = [], [], []
+    network, states, own, constants = Network(file), [], [], []
     for number, scenario in enumerate(scenarios):
         show(scenario.name)
         jobs = SurrogateJobs([scenario], NUM_JOBS, seed=number, spread=0.0)
         if levers:
-            played = play_levers(jobs, Actor(file).choose, MOST_WINDOWS, until_target=True)
+            played = play_levers(jobs, network.choose, MOST_WINDOWS, until_target=True)
         else:
-            played = play_deltas(jobs, Actor(file).choose, MOST_WINDOWS, None, until_target=True)
+            played = play_deltas(jobs, network.choose, MOST_WINDOWS, None, until_target=True)
         states.append(played.inputs_TDI.reshape(-1, played.inputs_TDI.shape[-1]))
         own.append(_mean_s(jobs))
         constants.append(constant_times(scenario, settings, seed=number, tracks=levers))

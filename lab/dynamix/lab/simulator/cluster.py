@@ -63,7 +63,7 @@ def job_options(
         margin_steps=MARGIN_STEPS,
         policy=policy,
         policy_options=policy_options,
-        optimizer_family="sgd" if scenario.optimizer == "sgd" else "adam",
+        optimizer_family=scenario.optimizer_family,
         learning_rate_rule=scenario.learning_rate_rule,
         reduction="mean",
         seed=seed,

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from dynamix.runtime.input_files import read_regular
-from dynamix.schemas.messages import NodeRanks
+from dynamix.schemas.messages import NodeRanks, OptimizerFamily
 from dynamix.schemas.messages.allocation import EXCHANGE_CODECS, MAX_RANKS, ExchangePermission
 from dynamix.schemas.subjects import check_token
 from dynamix.trainer.gradient.learning_rate import Rule
@@ -228,6 +228,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for group in self.workers:
             if group.max_local_batch_size is not None:
                 check_between("workers.max_local_batch_size", group.max_local_batch_size, least)
+
+    @property
+    def optimizer_family(self) -> OptimizerFamily:
+        """The kind that formulas tell apart."""
+        return "sgd" if self.optimizer == "sgd" else "adam"
 
     @property
     def supports_exchange(self) -> bool:

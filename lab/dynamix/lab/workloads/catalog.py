@@ -69,13 +69,13 @@ class Data(NamedTuple):
     test: Part
 
 
-def cross_entropy(outputs: Tensor, labels: Tensor, reduction: Reduction) -> Tensor:
+def cross_entropy(outputs: Tensor, labels: Tensor, reduction: Reduction = "mean") -> Tensor:
     """The classes exclude each other; `sum` is that over samples of the mean over a sample's tokens."""
     loss = F.cross_entropy(outputs.flatten(0, -2), labels.flatten(), reduction=reduction)
     return loss / tokens_per_sample(labels) if reduction == "sum" else loss
 
 
-def binary_cross_entropy(outputs: Tensor, labels: Tensor, reduction: Reduction) -> Tensor:
+def binary_cross_entropy(outputs: Tensor, labels: Tensor, reduction: Reduction = "mean") -> Tensor:
     """Each candidate is a separate yes or no: yes for the label's, no for the others; the mean over candidates."""
     wanted = F.one_hot(labels, outputs.shape[-1]).to(outputs.dtype)
     loss = F.binary_cross_entropy_with_logits(outputs, wanted, reduction=reduction)
@@ -93,29 +93,17 @@ class Workload:
     name: str
     model: Callable[[], nn.Module]
     """A new model, initialised from torch's global generator: seed that first."""
-    read: Callable[[Path | None], Data]
-    criterion: Callable[[Tensor, Tensor, Reduction], Tensor] = cross_entropy
+    load: Callable[[Path | None], Data]
+    """The data in a directory or in the usual places: images standardised, in float32; tokens and labels int64.
 
-    def load(self, directory: Path | None = None) -> Data:
-        """The data in a directory or in the usual places: images standardised, in float32; tokens and labels int64.
+    Generated data needs neither, and takes a second or two. Raises MissingDataError with the fix, and CorruptDataError
+    when a file is not what its publisher made.
+    """
+    loss: Callable[..., Tensor] = cross_entropy
+    """Of logits (N x classes, or N x tokens x vocabulary) and labels (N, or N x tokens): mean or sum over SAMPLES.
 
-        Generated data needs neither, and takes a second or two.
-
-        Raises:
-            MissingDataError: when it is not there; the message has the fix.
-            CorruptDataError: when a file is not what its publisher made.
-        """
-        return self.read(directory)
-
-    def loss(self, outputs: Tensor, labels: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """The criterion, its mean or sum over SAMPLES; a text's is the mean over its tokens.
-
-        Args:
-            outputs: logits, N x classes, or N x tokens x vocabulary.
-            labels: N, or N x tokens.
-            reduction: `sum` gives 0 for no sample, `mean` gives NaN.
-        """
-        return self.criterion(outputs, labels, reduction)
+    `reduction="sum"` gives 0 for no sample, the default `mean` NaN; a text's sample counts as the mean of its tokens.
+    """
 
     def num_correct(self, outputs: Tensor, labels: Tensor) -> float:
         """Number of correct samples; a text counts as its share of correct tokens."""
@@ -209,37 +197,37 @@ _FASHION_14 = partial(_FASHION, stds=[FASHION_14_STD], pool=2)
 _FASHION_28 = partial(_FASHION, stds=[FASHION_MNIST_STD])
 _CIFAR10 = partial(images, cifar10, means=CIFAR10_MEAN, stds=CIFAR10_STD, num_validation=CIFAR10_VALIDATION)
 _ALL = (
-    Workload(name="fashion-14-mlp", model=partial(mlp, 14 * 14, 64), read=_FASHION_14),
-    Workload(name="fashion-28-mlp", model=partial(mlp, 28 * 28, 128), read=_FASHION_28),
-    Workload(name="fashion-14-cnn", model=partial(small_cnn, 14, 8), read=_FASHION_14),
-    Workload(name="fashion-28-cnn", model=partial(small_cnn, 28, 16), read=_FASHION_28),
-    Workload(name="cifar10-vgg11", model=vgg11, read=_CIFAR10),
-    Workload(name="cifar10-resnet20", model=resnet20, read=_CIFAR10),
+    Workload(name="fashion-14-mlp", model=partial(mlp, 14 * 14, 64), load=_FASHION_14),
+    Workload(name="fashion-28-mlp", model=partial(mlp, 28 * 28, 128), load=_FASHION_28),
+    Workload(name="fashion-14-cnn", model=partial(small_cnn, 14, 8), load=_FASHION_14),
+    Workload(name="fashion-28-cnn", model=partial(small_cnn, 28, 16), load=_FASHION_28),
+    Workload(name="cifar10-vgg11", model=vgg11, load=_CIFAR10),
+    Workload(name="cifar10-resnet20", model=resnet20, load=_CIFAR10),
     Workload(  # 137,216 parameters: a step of a few hundred sequences takes a CPU core well under a second
         name="text-transformer",
         model=partial(Transformer, TEXT_TOKENS, width=64, num_heads=4, num_layers=2),
-        read=text,
+        load=text,
     ),
     Workload(
         name="ncf",
         model=partial(NeuralCollaborativeFiltering, CHOICES.num_users, CHOICES.num_items, width=32, gain=24.0),
-        read=partial(generated, partial(choices, CHOICES)),
-        criterion=binary_cross_entropy,
+        load=partial(generated, partial(choices, CHOICES)),
+        loss=binary_cross_entropy,
     ),
     Workload(
         name="ncf-small",
         model=partial(
             NeuralCollaborativeFiltering, CHOICES_SMALL.num_users, CHOICES_SMALL.num_items, width=8, gain=32.0
         ),
-        read=partial(generated, partial(choices, CHOICES_SMALL)),
-        criterion=binary_cross_entropy,
+        load=partial(generated, partial(choices, CHOICES_SMALL)),
+        loss=binary_cross_entropy,
     ),
     Workload(
         name="lstm-zipf",
         model=partial(
             RecurrentLanguageModel, ZIPF_TEXT.num_words, ZIPF_TEXT.num_tokens, width=32, num_hidden=96, gain=40.0
         ),
-        read=partial(generated, partial(sequences, ZIPF_TEXT)),
+        load=partial(generated, partial(sequences, ZIPF_TEXT)),
     ),
 )
 WORKLOADS: Mapping[str, Workload] = MappingProxyType({workload.name: workload for workload in _ALL})

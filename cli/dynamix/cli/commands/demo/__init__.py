@@ -30,13 +30,14 @@ from dynamix.cli.arguments import (
 )
 from dynamix.cli.commands.capture import capture
 from dynamix.cli.errors import CommandError, explained
-from dynamix.cli.output import write_json
+from dynamix.cli.output import write_json, writing
 from dynamix.cli.services import SERVICES, ServiceProcess, bus_environment, wait_until_ready
 from dynamix.cli.terminal import ProgressLine, formatted, print_table, sizes_text
 from dynamix.recording.job_view import JobView
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import DIE_WITH_PARENT, EmbeddedServer
+from dynamix.runtime.output_files import whole
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode_any
 from dynamix.schemas.streams import FEED
@@ -171,7 +172,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     plan = DemoPlan()
     parser.add_argument("--data", metavar="DIR", help="directory with Fashion-MNIST's four idx files")
-    parser.add_argument("--dashboard", action="store_true", help="show the jobs as a web page while they train")
     what = "keep each run as a capture, DIR/POLICY.dxc"
     parser.add_argument("--captures", metavar="DIR", type=output_directory, help=what)
     add_json_argument(parser)
@@ -186,8 +186,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the jobs one after the other; 0 when all reached the target."""
     from dynamix.lab.workloads.datasets import fashion_mnist
 
-    if arguments.dashboard:
-        import dynamix.cli.dashboard.server  # noqa: F401 - fails now where its extra is not installed
     with explained(OSError, ValueError, TimeoutError, TrainingFailedError):
         if arguments.captures is not None:
             arguments.captures.mkdir(parents=True, exist_ok=True)
@@ -204,7 +202,7 @@ def run(arguments: argparse.Namespace) -> int:
             about = (__doc__ or "").partition("\n\n")[2]
             progress.write_line(f"{about}Target: {plan.target_accuracy:.0%}, the mean of {LOOKS} evaluations.")
             try:
-                runs = asyncio.run(run_demo(plan, progress, arguments.captures, dashboard=arguments.dashboard))
+                runs = asyncio.run(run_demo(plan, progress, arguments.captures))
             except asyncio.CancelledError:
                 raise CommandError("ended by SIGTERM", exit_code=128 + signal.SIGTERM) from None
     draw(runs, plan, arguments.png)
@@ -222,7 +220,7 @@ class TrainingFailedError(RuntimeError):
     """The training job ended with an error; the message has the output of its first failing rank."""
 
 
-async def run_demo(plan: DemoPlan, progress: ProgressLine, captures: Path | None, *, dashboard: bool) -> list[DemoRun]:
+async def run_demo(plan: DemoPlan, progress: ProgressLine, captures: Path | None) -> list[DemoRun]:
     """Carry out the plan once per variant, one after the other, against the same services.
 
     `captures` is a directory for a capture of each run, named by its policy.
@@ -235,12 +233,7 @@ async def run_demo(plan: DemoPlan, progress: ProgressLine, captures: Path | None
     # The signal would end the process at once, with its jobs and files left behind.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     runs = []
-    async with services(progress.write_line) as running, contextlib.AsyncExitStack() as stack:
-        if dashboard:
-            from dynamix.cli.dashboard.server import served
-
-            server = await stack.enter_async_context(served(running.bus, host="127.0.0.1", port=0, token=""))
-            progress.write_line(f"The page: {server.url} (until the demo ends)")
+    async with services(progress.write_line) as running:
         for variant in VARIANTS:
             given = "".join(f', {name}="{value}"' for name, value in variant.arguments.items())
             progress.write_line(f"{variant.policy}: attach(model, optimizer, dataset{given}), {variant.what}")
@@ -384,13 +377,13 @@ def draw(runs: Sequence[DemoRun], plan: DemoPlan, path: str) -> None:
     """Write a PNG of the runs to `path`; the first one's sizes are not drawn, since they never change."""
     from matplotlib.figure import Figure
 
-    from dynamix.cli.figures import COLOURS, finish, save
-
     k = plan.window_steps
     figure = Figure(figsize=(12, 8), layout="constrained")
     grid = figure.add_gridspec(len(runs), 2, width_ratios=(1.15, 1))
-    accuracy = figure.add_subplot(grid[:, 0])
-    times = figure.add_subplot(grid[-1, 1], sharex=accuracy)
+    accuracy = figure.add_subplot(
+        grid[:, 0], title="Held-out accuracy", xlabel="training time [s], evaluation left out"
+    )
+    times = figure.add_subplot(grid[-1, 1], sharex=accuracy, title="Step time, median of each window [ms]")
     for run, colour in zip(runs, RUN_COLOURS, strict=False):
         reached = run.time_to_target_s
         label = run.policy + (": target not reached" if reached is None else f": {reached:.1f} s to the target")
@@ -401,22 +394,22 @@ def draw(runs: Sequence[DemoRun], plan: DemoPlan, path: str) -> None:
         windows = [run.steps[first : first + k] for first in range(0, len(run.steps) - k + 1, k)]
         medians = [statistics.median(step.step_time_s * 1000 for step in window) for window in windows]
         times.plot([window[-1].trained_s for window in windows], medians, color=colour, label=run.policy)
-    accuracy.axhline(plan.target_accuracy, color="black", linewidth=0.8, linestyle="--")
-    place = (0.01, plan.target_accuracy)
-    accuracy.annotate(f"target {plan.target_accuracy:g}", place, xycoords=("axes fraction", "data"), va="bottom")
-    accuracy.set_xlabel("training time [s], evaluation left out")
-    finish(accuracy, from_zero=False, title="Held-out accuracy", ylabel="accuracy")
-    finish(times, title="Step time, median of each window", xlabel="training time [s]", ylabel="ms")
+    accuracy.axhline(plan.target_accuracy, color="black", linewidth=0.8, linestyle="--", label="target")
     for row, run in enumerate(runs[1:]):
-        axes = figure.add_subplot(grid[row, 1], sharex=accuracy)
+        title = f"Local batch sizes, {run.policy}: samples per step"
+        axes = figure.add_subplot(grid[row, 1], sharex=accuracy, title=title)
         by_window = run.local_batch_sizes
         starts = [0.0, *(step.trained_s for step in run.steps[k - 1 :: k])][: len(by_window) + 1]
         for rank, sizes in enumerate(zip(*by_window[:1], *by_window, strict=True)):
             label = f"rank {rank}" + (f" ({plan.slowdown:g}x slower)" if rank == plan.slow_rank else "")
-            axes.step(starts, sizes[: len(starts)], where="pre", label=label, color=COLOURS[rank % len(COLOURS)])
-        finish(axes, title=f"Local batch sizes, {run.policy}", ylabel="samples per step")
+            axes.step(starts, sizes[: len(starts)], where="pre", label=label)
+    for axes in figure.axes:
+        axes.set_ylim(bottom=None if axes is accuracy else 0)
+        axes.legend(fontsize="small", loc="upper left")
+        axes.grid(alpha=0.3)
     figure.suptitle(
         f"{plan.num_ranks} ranks, rank {plan.slow_rank} paced {plan.slowdown:g} times slower; "
         f"{plan.local_batch_size} samples each at the start, Fashion-MNIST"
     )
-    save(figure, path)
+    with writing(path), whole(Path(path)) as file:
+        figure.savefig(file, dpi=130, format="png")

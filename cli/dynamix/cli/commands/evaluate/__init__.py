@@ -2,11 +2,11 @@
 
 Always shown: best static (its size chosen on train scenarios), random, goodput, the default and the learned policies.
 Other rows come from a TOML file (--rows, see scenarios/rows) or a list (--policies): policies by name, with options or
-keys of a row after a colon, for example goodput:track=1 or static:track=1,local_batch_size=128.
-rule:learning_rate_factor=best is the best of the learning rates times 0.5, 1 and 2; oracle is the best constant global
-batch, divided by the speeds of every step. With --exchange local every job permits lossy codecs and local steps;
-rule:exchange=exact is a row without them. Interrupted, it shows the finished runs; run the same command again to
-continue: no run is made twice.
+keys of a row after a colon, for example goodput:track=1 or mine:files=mine.safetensors. rule:learning_rate_factor=best
+is the best of the learning rates times 0.5, 1 and 2; oracle is the best constant global batch, divided by the speeds of
+every step; rule:against=1 compares all rows with this one. With --exchange local every job permits lossy codecs and
+local steps; rule:exchange=exact is a row without them. Interrupted, it shows the finished runs; run the same command
+again to continue: no run is made twice.
 
   dynamix evaluate tune     choose the baselines' settings on the train scenarios
 """
@@ -16,10 +16,8 @@ import argparse
 from dynamix.cli.arguments import (
     add_data_argument,
     add_json_argument,
-    add_list,
     add_option,
     add_output_argument,
-    add_png_argument,
     output_path,
 )
 from dynamix.cli.output import TUNED
@@ -43,20 +41,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         rows, "--policies", POLICIES, "policies to compare, NAME[:KEY=VALUE,...], separated by commas", metavar="LIST"
     )
     rows.add_argument("--rows", metavar="FILE", help="a TOML file with a table [[row]] for each policy")
-    what = "files of a learned policy, one per policy seed; may be repeated"
-    add_list(parser, "--policy-file", "NAME=PATH[,PATH...]", what)
     add_option(parser, "--seeds", 12, "scenario seeds, from 0")
     parser.add_argument(
         "--exchange",
         choices=("exact", "lossy", "local"),
         help="which codecs and local steps every job permits (default: the scenario's)",
     )
-    what = "policies with which all others are compared, as for --policies; or `against = true` in FILE"
-    parser.add_argument("--against", metavar="LIST", help=what)
     parser.add_argument("--tuned", metavar="FILE", help="the baselines' settings (default: scenarios/tuned.toml)")
     _add_run_arguments(parser, "dynamix-evaluate.jsonl")
     add_json_argument(parser)
-    add_png_argument(parser, "draw ratios with intervals, and accuracies of the first heterogeneous scenario")
     description = (
         "Choose the baselines' settings on the train scenarios: six settings each, the same scenarios and seeds for "
         "all. Writes the file that `dynamix evaluate` reads them from. Held-out scenarios are never read."
@@ -65,7 +58,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     tuning = actions.add_parser("tune", help="choose the baselines' settings", description=description)
     what = "a directory of scenario files (default: the train scenarios)"
     tuning.add_argument("--scenarios", metavar="DIR", help=what)
-    tuning.add_argument("--baselines", metavar="LIST", help="baselines to tune, separated by commas (default: all)")
+    what = "a TOML file with a table [[row]] for each setting (default: six of each baseline, scenarios/rows/tune.toml)"
+    tuning.add_argument("--rows", metavar="FILE", help=what)
     what = "tune the baselines that decide the gradient exchange, in jobs that permit this"
     tuning.add_argument("--exchange", choices=("lossy", "local"), help=what)
     add_option(tuning, "--seeds", 3, "seeds per scenario")

@@ -11,7 +11,6 @@ from dynamix.cli.arguments import STANDARD_OUTPUT
 from dynamix.cli.errors import INTERRUPTED, MisuseError, explained
 from dynamix.cli.output import TUNED, write_file, write_json
 from dynamix.cli.terminal import UNKNOWN, ProgressLine, duration, formatted, print_table
-from dynamix.lab.comparison.figure import draw
 from dynamix.lab.comparison.rows import (
     BEST_STATIC,
     GOODPUT,
@@ -24,8 +23,8 @@ from dynamix.lab.comparison.rows import (
     untuned_families,
     with_references,
 )
-from dynamix.lab.comparison.runs import ComparisonCell, Ledger, estimate, fill, plan
-from dynamix.lab.comparison.tuning import EXCHANGE_GRID, FIRST_SEED, GRID, tune
+from dynamix.lab.comparison.runs import ComparisonCell, Ledger, fill, plan
+from dynamix.lab.comparison.tuning import FIRST_SEED, settings_of, tune
 from dynamix.lab.comparison.verdict import Interval, Verdict, VerdictRow, judge, note_on
 from dynamix.lab.simulator.episode import EpisodeError, code_digest
 from dynamix.lab.simulator.scenario import (
@@ -59,61 +58,36 @@ def evaluate(arguments: argparse.Namespace) -> int:
     exit_code = 0
     # the command that makes these numbers again, without options that do not change them
     which = ["--rows", arguments.rows] if arguments.rows else ["--policies", arguments.policies]
-    which += [word for text in arguments.policy_file for word in ("--policy-file", text)]
     which += ["--exchange", arguments.exchange] if arguments.exchange else []
-    which += ["--against", arguments.against] if arguments.against else []
     command = shlex.join(
         ["dynamix", "evaluate", "--scenarios", arguments.scenarios, *which, "--seeds", str(arguments.seeds)]
     )
     with explained(OSError, ValueError, EpisodeError):
-        suite, rows, tuned, cells, against = planned(arguments)
+        suite = suite_named(arguments.scenarios)
+        asked = read_rows(Path(arguments.rows)) if arguments.rows else parse_rows(arguments.policies)
+        rows = with_references(asked)
+        if arguments.exchange is not None:
+            rows = [row.permitted(arguments.exchange) for row in rows]
+        tuned = read_tuned(Path(arguments.tuned) if arguments.tuned else scenario_root() / TUNED_FILE)
+        of_exchanges = scenario_root() / TUNED_EXCHANGE_FILE
+        if arguments.exchange is not None and not arguments.tuned and of_exchanges.exists():
+            tuned = tuned.with_choices(read_tuned(of_exchanges))
+        cells = plan(suite, rows, range(arguments.seeds), tuned)
+        against = [row.label for row in asked if row.against]
         with Ledger(Path(arguments.results)) as ledger:
             with ProgressLine() as progress:
                 for warning in _warnings(suite, rows, tuned, cells):
                     progress.write_line(warning)
-                progress.write_line(estimate(cells, ledger, jobs=arguments.jobs))
                 try:
                     fill(cells, ledger, jobs=arguments.jobs, data=arguments.data, on_progress=shown_on(progress))
                 except KeyboardInterrupt:
                     progress.write_line("Interrupted: the verdict is on the finished runs; the same command continues.")
                     exit_code = INTERRUPTED
-            verdict, table = judge(suite, rows, cells, ledger, tuned, command=command, against=against)
+            verdict = judge(suite, rows, cells, ledger, tuned, command=command, against=against)
         if arguments.json != STANDARD_OUTPUT:
             show(verdict)
         write_json(verdict, arguments.json)
-        if arguments.png is not None:
-            drawn = [*suite.heterogeneous_families, *suite.families][0]
-            draw(verdict, table, suite.families[drawn][0].name, Path(arguments.png))
     return exit_code
-
-
-def planned(
-    arguments: argparse.Namespace,
-) -> tuple[Suite, list[Row], Tuned, list[ComparisonCell], list[str]]:
-    """The comparison that the arguments ask for: suite, rows, runs, and the labels of the rows to compare with.
-
-    Raises ValueError when a policy or scenario cannot be used.
-    """
-    suite = suite_named(arguments.scenarios)
-    files: dict[str, list[str]] = {}
-    for text in arguments.policy_file:
-        name, _, paths = text.partition("=")
-        if not name or not paths:
-            raise MisuseError(f"--policy-file {text!r}: write NAME=PATH[,PATH...]")
-        files.setdefault(name, []).extend(paths.split(","))
-    asked = read_rows(Path(arguments.rows), files) if arguments.rows else parse_rows(arguments.policies, files)
-    against = parse_rows(arguments.against, files) if arguments.against else ()
-    learned = parse_rows(",".join(files), files) if files else ()
-    rows = with_references([*asked, *learned, *against], files)
-    if arguments.exchange is not None:
-        rows = [row.permitted(arguments.exchange) for row in rows]
-    tuned = read_tuned(Path(arguments.tuned) if arguments.tuned else scenario_root() / TUNED_FILE)
-    of_exchanges = scenario_root() / TUNED_EXCHANGE_FILE
-    if arguments.exchange is not None and not arguments.tuned and of_exchanges.exists():
-        tuned = tuned.with_choices(read_tuned(of_exchanges))
-    cells = plan(suite, rows, range(arguments.seeds), tuned)
-    labels = [row.label for row in (*asked, *against) if row.against or row in against]
-    return suite, rows, tuned, cells, list(dict.fromkeys(labels))
 
 
 def _warnings(suite: Suite, rows: Sequence[Row], tuned: Tuned, cells: Sequence[ComparisonCell]) -> Iterator[str]:
@@ -125,10 +99,10 @@ def _warnings(suite: Suite, rows: Sequence[Row], tuned: Tuned, cells: Sequence[C
     unfit = [scenario.name for scenario in suite.scenarios if not scenario.permits_any_exchange]
     if unfit and any(cell.task.setting.exchange for cell in cells):
         yield f"Workers of {', '.join(unfit)} support neither codecs nor local steps: training is exact there."
+    tunable = {row.policy for exchange in (None, "local") for row in settings_of(exchange)} | {BEST_STATIC}
     for row in rows:
-        has_grid = row.policy in {**GRID, **EXCHANGE_GRID}
-        families = untuned_families(row, suite.families, tuned) if has_grid else []
-        if families:
+        families = untuned_families(row, suite.families, tuned)
+        if families and row.policy in tunable:
             yield f"{row.label} is not tuned for {', '.join(families)} and runs with defaults: {HOW_TO_FIX}."
         if row.policy_files and (note := note_on(row, suite)):
             yield f"{row.label}: {note}"
@@ -207,9 +181,8 @@ def _interval(found: Interval | None) -> str:
 
 def tune_baselines(arguments: argparse.Namespace) -> int:
     """Run all settings and choose; an interrupt chooses nothing."""
-    named = {name: value for name in ("scenarios", "baselines", "exchange") if (value := getattr(arguments, name))}
+    named = {name: value for name in ("scenarios", "rows", "exchange") if (value := getattr(arguments, name))}
     words = [word for name, value in named.items() for word in (f"--{name}", value)]
-    grid = EXCHANGE_GRID if arguments.exchange else GRID
     output = Path(arguments.output or scenario_root() / (TUNED_EXCHANGE_FILE if arguments.exchange else TUNED_FILE))
     with explained(OSError, ValueError, EpisodeError):
         if not arguments.output:  # choices for some baselines, or on other scenarios, never replace those for all
@@ -218,17 +191,17 @@ def tune_baselines(arguments: argparse.Namespace) -> int:
                 raise MisuseError(f"--{option} {named[option]}: {what}; name another file with -o")
             output_files.check(output, TUNED, force=arguments.force)
         suite = suite_named(arguments.scenarios or TRAIN)
+        rows = read_rows(Path(arguments.rows)) if arguments.rows else settings_of(arguments.exchange)
         with Ledger(Path(arguments.results)) as ledger, ProgressLine() as progress:
             tuned = tune(
                 suite,
+                rows,
                 ledger,
                 seeds=range(FIRST_SEED, FIRST_SEED + arguments.seeds),
-                baselines=tuple(arguments.baselines.split(",")) if arguments.baselines else tuple(grid),
                 exchange=arguments.exchange,
                 command=shlex.join(["dynamix", "evaluate", "tune", *words, "--seeds", str(arguments.seeds)]),
                 jobs=arguments.jobs,
                 data=arguments.data,
-                on_estimate=progress.write_line,
                 on_progress=shown_on(progress),
             )
         write_file(output, to_toml(tuned).encode())

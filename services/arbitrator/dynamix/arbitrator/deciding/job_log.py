@@ -102,51 +102,23 @@ async def checked_action(bus: Bus, job: Job, known: Stored | None = None) -> tup
 
     Raises:
         ActionsEndEarlyError: when it cannot be the newest; one of several servers may answer so for 10 s.
-        ActionStoreError: as `newest_action`, or when another action is in the place of a known one.
+        ActionStoreError: as `newest_action`, or when another action is in the place of a known or applied one.
     """
     # The receipt first: it is never ahead of actions that are read after it, which others may store meanwhile.
-    receipt = await bus.last(FEED.name, subjects.of("applied", job.job))
+    message = await bus.last(FEED.name, subjects.of("applied", job.job))
     newest = await newest_action(bus, job)
     if known is not None:
         await check_goes_on(bus, job, known, newest)
-    return newest, await check_receipt(bus, job, newest, receipt)
-
-
-async def check_receipt(bus: Bus, job: Job, newest: Stored | None, message: BusMessage | None) -> int:
-    """Check that the action is stored that the trainer's receipt names; read the receipt before the actions.
-
-    Returns 0, or the receipt's sequence where only ACTIONS was made again since: decisions continue behind it.
-
-    Raises:
-        ActionsEndEarlyError: when the stored actions end before it.
-        ActionStoreError: when another one is in its place.
-    """
     # an unreadable receipt is no evidence
     receipt = None if message is None else decode_or_none(Applied, message.subject, message.payload)
     if message is None or receipt is None or receipt.generation != job.generation:
-        return 0  # trainers refuse actions of an earlier generation, so its loss has no effect
+        return newest, 0  # trainers refuse actions of an earlier generation, so its loss has no effect
     applied = (receipt.generation, receipt.decided_window)
     stored = (-1, -1) if newest is None else (newest.action.generation, newest.action.window)
     where = f"window {receipt.decided_window} of generation {receipt.generation}"
     if stored < applied:
-        if newest is None:
-            oldest = await bus.first(ACTIONS.name, subjects.of("action", subjects.ANY))
-            if oldest is not None and oldest.sequence > 1 and oldest.timestamp_ns > message.timestamp_ns:
-                return 0  # ACTIONS was full, and may have dropped the action: all that it holds is newer
-            if nanoseconds((await bus.stream_state(ACTIONS.name)).created) > message.timestamp_ns:
-                logger.warning("ACTIONS was made again after the trainer of %s applied %s", job.job, where)
-                return message.sequence
-            # FEED was made again with ACTIONS if it begins behind the states that the receipt's action was made from; a
-            # full one drops states and receipts of one time together
-            first = await bus.first(FEED.name, subjects.of("state", job.job, subjects.ANY))
-            oldest_state = None if first is None else decode_or_none(State, first.subject, first.payload)
-            if (
-                oldest_state is not None
-                and oldest_state.generation == receipt.generation
-                and oldest_state.window > receipt.decided_window
-            ):
-                logger.warning("the streams were made again after the trainer of %s applied %s", job.job, where)
-                return 0
+        if newest is None and (lost_until := await _made_again(bus, job, message, receipt)) is not None:
+            return None, lost_until
         raise ActionsEndEarlyError(
             f"{subjects.of('action', job.job)} ends at {_place(newest)}, but the trainer applied an action for {where}"
             ": the broker lost its end, or runs on an old copy of its store",
@@ -155,6 +127,24 @@ async def check_receipt(bus: Bus, job: Job, newest: Stored | None, message: BusM
         )
     if newest is not None and stored == applied and receipt.action_hash not in (b"", newest.action.hash):
         raise _refusal(newest, f"is not the action for {where} that the trainer applied")
+    return newest, 0
+
+
+async def _made_again(bus: Bus, job: Job, message: BusMessage, receipt: Applied) -> int | None:
+    """Where decisions continue although a job with a receipt has no action; `None`: nowhere, the actions were lost."""
+    oldest = await bus.first(ACTIONS.name, subjects.of("action", subjects.ANY))
+    if oldest is not None and oldest.sequence > 1 and oldest.timestamp_ns > message.timestamp_ns:
+        return 0  # ACTIONS was full, and may have dropped the action: all that it holds is newer
+    if nanoseconds((await bus.stream_state(ACTIONS.name)).created) > message.timestamp_ns:
+        logger.warning("ACTIONS was made again after the trainer of %s applied its last action", job.job)
+        return message.sequence
+    # FEED was made again with ACTIONS if it begins behind the states that the receipt's action was made from; a full
+    # one drops states and receipts of one time together
+    first = await bus.first(FEED.name, subjects.of("state", job.job, subjects.ANY))
+    state = None if first is None else decode_or_none(State, first.subject, first.payload)
+    if state is None or state.generation != receipt.generation or state.window <= receipt.decided_window:
+        return None
+    logger.warning("the streams were made again after the trainer of %s applied its last action", job.job)
     return 0
 
 

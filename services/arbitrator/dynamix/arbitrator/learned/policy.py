@@ -13,7 +13,7 @@ What `levers` sees is free of scale, and has a history of windows. Inputs and ef
 per job, so that a simulator of many jobs (`lab.learning.surrogate`) shares them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import msgspec
@@ -41,14 +41,10 @@ from dynamix.schemas.policies import VERSION, VERSION_OPTION, Options, switch, t
 from .policy_file import (
     ActionSetName,
     Choices,
-    Forward,
-    Normalisation,
+    Network,
     PolicyFile,
     PolicyFileError,
     PolicyMetadata,
-    likeliest,
-    of_levers,
-    sample,
 )
 
 Columns = Mapping[str, Array64]
@@ -216,10 +212,8 @@ class Situation(NamedTuple):
 
     inputs_DI: Array32
     """Decisions x inputs, NaN where unknown. D is the number of ranks, or 1 for the whole job."""
-    base: Decision
-    """The decision of the neutral choice."""
     decide: Callable[[Choices], Decision]
-    """The decision of other choices, decisions x levers."""
+    """The decision of some choices, decisions x levers; those of zeros are neutral."""
 
 
 class PublishedActions:
@@ -239,7 +233,7 @@ class PublishedActions:
             sizes = np.clip(wanted, job.min_local_batch_size, job.max_local_batch_sizes)
             return Decision(Allocation(tuple(sizes.tolist())), carry=choices_DL.astype(np.uint8).tobytes())
 
-        return Situation(published_inputs(seen), Decision(Allocation(last)), decide)
+        return Situation(published_inputs(seen), decide)
 
     def choices(self, job: Job, carry: bytes) -> Choices:
         """The last choice of each rank; neutral if the carry holds none."""
@@ -294,7 +288,7 @@ class JobLevers:
             reason = f"{total} samples, {exchange.label}"
             return Decision(allocation_of(self.options, job, sizes, exchange), carry, reason=reason)
 
-        return Situation(inputs_DI, decide(np.zeros((1, 3), dtype=np.int64)), decide)
+        return Situation(inputs_DI, decide)
 
     def choices(self, job: Job, carry: bytes) -> Choices:  # noqa: ARG002 - one for the whole job
         """One per lever; neutral where the carry holds none."""
@@ -303,10 +297,10 @@ class JobLevers:
         return np.array([kept if fits else (0, 0, 0)], dtype=np.int64)
 
 
-def facts_of(jobs: list[Job], num_windows: Array64) -> Columns:
-    """What `lever_inputs` and `Levers.moved` need to know of jobs beside what their windows show."""
+def facts_of(jobs: Sequence[Any], num_windows: Array64) -> Columns:
+    """What `lever_inputs` and `Levers.moved` need to know of jobs, or scenarios, beside what their windows show."""
 
-    def of(number: Callable[[Job], float]) -> Array64:
+    def of(number: Callable[[Any], float]) -> Array64:
         return np.array([float(number(job)) for job in jobs])
 
     return {
@@ -372,22 +366,18 @@ class LearnedPolicy:
         self.digest = bytes.fromhex(file.digest)
         self.action_set = action_set_of(file.metadata)
         self.options: Options = {**OPTIONS, **self.action_set.options}
-        self._actions = file.metadata.actions
-        self._forward = Forward(file.tensors, len(file.metadata.settings.hidden_sizes))
-        self._normalisation = Normalisation.of_tensors(file.tensors)
+        self._network = Network(file)
 
     def decide(self, job: Job, window: int, obs_WF: Array32, global_F: Array32, carry: bytes) -> Decision:
         """The network's choice in this situation."""
         situation = self.action_set.situation(job, window, obs_WF, global_F, carry)
-        inputs = self._normalisation.applied(situation.inputs_DI)
-        logits = of_levers(self._forward.logits(inputs), self._actions)
-        if option(self.options, job, "explore") != 1:
-            decision = situation.decide(likeliest(logits))
+        explores = option(self.options, job, "explore") == 1
+        random = keyed_generator(job, window, "explore:") if explores else None
+        choices_DL, logprobs_D, values_D = self._network.choose(situation.inputs_DI, random)
+        decision = situation.decide(choices_DL)
+        if not explores:
             return decision._replace(reason=decision.reason or "the network's likeliest action")
-        draws = keyed_generator(job, window, "explore:").random((len(inputs), len(logits)))
-        choices_DL, logprobs_D = sample(logits, draws)
-        values_D = self._forward.values(inputs)
-        return situation.decide(choices_DL)._replace(
+        return decision._replace(
             logprobs=tuple(logprobs_D.tolist()),
             values=tuple(values_D.tolist()),
             reason="drawn from the network's actions, to learn",

@@ -18,9 +18,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import safetensors
+import safetensors.numpy
 from msgspec import Meta
-from safetensors.numpy import save
 
 from dynamix.arbitrator.policies.policy import Array32, Array64
 from dynamix.schemas.messages.allocation import Count, Text, Token
@@ -34,7 +33,6 @@ FORMAT = 1
 METADATA_KEY = "dynamix"
 MAX_BYTES = 32 << 20
 """Our networks take a few hundred KB; what is larger is something else."""
-_KINDS: dict[str, str] = {"F32": "<f4", "F64": "<f8", "I64": "<i8"}
 _NEVER_NEGATIVE = (".count", ".m2", ".step", ".exp_avg_sq")
 
 SUFFIX = ".safetensors"
@@ -96,6 +94,26 @@ class PPOSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The neutral action's initial advantage: untrained, it is chosen about e times as often as each other one."""
 
 
+class UpdateStats(msgspec.Struct, frozen=True, kw_only=True):
+    """An update in numbers; losses and diagnostics are means over its minibatches."""
+
+    loss: float
+    policy_loss: float
+    value_loss: float
+    entropy: float
+    approx_kl: float
+    """E[(ratio - 1) - log ratio], Schulman's low-variance estimate."""
+    clipfrac: float
+    """Share of decisions whose ratio left 1 +- clip_coef."""
+    learning_rate: float
+    num_steps: int
+    """Optimizer steps taken; fewer than planned when `target_kl` ended the update."""
+    explained_variance: float | None
+    """1 - Var(returns - values) / Var(returns) before the critic learned from this batch: 1 is a perfect critic, 0 an
+    uninformative one; `None` without variance, or a critic that learns."""
+    num_decisions: int
+
+
 class PolicyMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """Metadata of a learned policy: its form, origin and score; `policy.metadata_of` makes them."""
 
@@ -138,7 +156,7 @@ class PolicyFile(NamedTuple):
             return self.content
         text = json.dumps(msgspec.to_builtins(self.metadata), sort_keys=True, separators=(",", ":"))
         little = {name: np.ascontiguousarray(array) for name, array in self.tensors.items()}
-        return save(little, {METADATA_KEY: text})
+        return safetensors.numpy.save(little, {METADATA_KEY: text})
 
     @property
     def digest(self) -> str:
@@ -159,57 +177,36 @@ class PolicyFile(NamedTuple):
             raise PolicyFileError(f"{source}: {error}") from error
         return cls(metadata, tensors, bytes(data))
 
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """Read and check a file.
-
-        Raises:
-            PolicyFileError: as `from_bytes`, and when it cannot be read.
-        """
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise PolicyFileError(f"{path}: cannot be read: {error.strerror}") from error
-        return cls.from_bytes(data, str(path))
-
 
 def _content_of(data: bytes) -> tuple[PolicyMetadata, dict[str, Array]]:
     if len(data) > MAX_BYTES:
         raise PolicyFileError(f"{len(data)} bytes are over the limit of {MAX_BYTES}")
     try:
-        found: list[tuple[str, dict[str, Any]]] = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
+        tensors = safetensors.numpy.load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])  # it was checked just now
         metadata = msgspec.json.decode(header.get("__metadata__", {}).get(METADATA_KEY, ""), type=PolicyMetadata)
     except safetensors.SafetensorError as error:
         raise PolicyFileError(f"its tensors or metadata cannot be read: {error}") from error
-    except (ValueError, RecursionError) as error:  # a text of half characters cannot even be encoded
+    except (ValueError, LookupError, RecursionError) as error:  # a text of half characters cannot even be encoded
         raise PolicyFileError(f"not a policy file of DYNAMIX: {error}") from error
     if metadata.format != FORMAT:
         raise PolicyFileError(f"format {metadata.format}, this program reads {FORMAT}")
-    tensors: dict[str, Array] = {}
-    for name, entry in found:
-        if (dtype := _KINDS.get(entry["dtype"])) is None:
-            raise PolicyFileError(f"tensor {name!r} is of type {entry['dtype']}: use one of {', '.join(_KINDS)}")
-        tensors[name] = np.frombuffer(entry["data"], dtype=dtype).reshape(entry["shape"])
-        if not np.isfinite(tensors[name]).all():
+    for name, array in tensors.items():
+        if not np.isfinite(array).all():
             raise PolicyFileError(f"tensor {name!r} holds numbers that are not finite")
+        if name.endswith(_NEVER_NEGATIVE) and (array < 0).any():
+            raise PolicyFileError(f"tensor {name!r} holds a negative number")
     return metadata, tensors
-
-
-def _shapes_of(head: str, widths: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """A head's tensors as torch names them: layers alternate with activations."""
-    found: dict[str, tuple[int, ...]] = {}
-    for layer, (fan_in, fan_out) in enumerate(pairwise(widths)):
-        found[f"{head}.{2 * layer}.weight"] = (fan_out, fan_in)
-        found[f"{head}.{2 * layer}.bias"] = (fan_out,)
-    return found
 
 
 def _check_tensors(metadata: PolicyMetadata, tensors: Mapping[str, Array]) -> None:
     num_inputs = len(metadata.inputs)
     expected: dict[str, tuple[int, ...]] = {f"normalisation.{name}": (num_inputs,) for name in MOMENTS_OF_INPUTS}
     for head, num_outputs in zip(HEADS, (sum(map(len, metadata.actions)), 1), strict=True):
-        own = _shapes_of(head, [2 * num_inputs, *metadata.settings.hidden_sizes, num_outputs])
+        own: dict[str, tuple[int, ...]] = {}  # as torch names them: layers alternate with activations
+        widths = pairwise([2 * num_inputs, *metadata.settings.hidden_sizes, num_outputs])
+        for layer, (fan_in, fan_out) in enumerate(widths):
+            own |= {f"{head}.{2 * layer}.weight": (fan_out, fan_in), f"{head}.{2 * layer}.bias": (fan_out,)}
         expected |= own
         if any(name.startswith(f"{OPTIMIZER}{head}.") for name in tensors):  # a head that has learned
             for moment in MOMENTS:
@@ -222,8 +219,6 @@ def _check_tensors(metadata: PolicyMetadata, tensors: Mapping[str, Array]) -> No
     if foreign := sorted(tensors.keys() - expected.keys()):
         raise PolicyFileError(f"tensors that its network does not have: {', '.join(foreign[:4])}")
     for name, array in tensors.items():
-        if name.endswith(_NEVER_NEGATIVE) and (array < 0).any():
-            raise PolicyFileError(f"tensor {name!r} holds a negative number")
         if name.startswith(OPTIMIZER) and array.dtype != np.float32:
             raise PolicyFileError(f"tensor {name!r} must be of type F32, as the parameters are")
 
@@ -238,43 +233,11 @@ LEAST_DEVIATION = 1e-4
 MOMENTS_OF_INPUTS = ("count", "mean", "m2")
 
 
-class Forward:
-    """Two multi-layer perceptrons with tanh between their layers, as `learning.ppo.ActorCritic` learns them."""
-
-    def __init__(self, tensors: Tensors, num_hidden: int) -> None:
-        self._last = 2 * num_hidden
-        self._tensors = {name: tensor.astype(np.float64) for name, tensor in tensors.items() if name.startswith(HEADS)}
-
-    def logits(self, inputs_DI: Array64) -> Array64:
-        """Decisions x actions."""
-        return self._outputs("actor", inputs_DI)
-
-    def values(self, inputs_DI: Array64) -> Array64:
-        """One expected return per decision."""
-        return self._outputs("critic", inputs_DI)[:, 0]
-
-    def _outputs(self, head: str, values: Array64) -> Array64:
-        for layer in range(0, self._last + 1, 2):  # torch counts the activations between them, too
-            values = values @ self._tensors[f"{head}.{layer}.weight"].T + self._tensors[f"{head}.{layer}.bias"]
-            values = values if layer == self._last else np.tanh(values)
-        return np.round(values, _DECIMALS)
-
-
-def of_levers(outputs_DA: Array64, actions: Sequence[Sequence[float]]) -> list[Array64]:
-    """The outputs of each lever: decisions x its actions."""
-    return np.split(outputs_DA, np.cumsum([len(each) for each in actions])[:-1], axis=1)
-
-
 def log_softmax(logits_DA: Array64) -> Array64:
     """Logarithm of each action's probability."""
     shifted = logits_DA - logits_DA.max(axis=1, keepdims=True)
     result: Array64 = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     return result
-
-
-def likeliest(logits: Sequence[Array64]) -> Choices:
-    """The likeliest action of each lever, decisions x levers; of equal ones the first."""
-    return np.stack([logits_DA.argmax(axis=1) for logits_DA in logits], axis=1)
 
 
 def sample(logits: Sequence[Array64], draws_DL: Array64) -> tuple[Choices, Array64]:
@@ -344,6 +307,42 @@ class Normalisation(NamedTuple):
     def of_tensors(cls, tensors: Tensors) -> Self:
         """The moments in the tensors of a policy file."""
         return cls(*(tensors[f"normalisation.{name}"].astype(np.float64) for name in MOMENTS_OF_INPUTS))
+
+
+class Network:
+    """Two multi-layer perceptrons with tanh between their layers, as `learning.ppo.ActorCritic` learns them."""
+
+    def __init__(self, file: PolicyFile) -> None:
+        self._ends = np.cumsum([len(each) for each in file.metadata.actions])[:-1]
+        self._last = 2 * len(file.metadata.settings.hidden_sizes)
+        self._tensors = {name: each.astype(np.float64) for name, each in file.tensors.items() if name.startswith(HEADS)}
+        self._normalisation = Normalisation.of_tensors(file.tensors)
+
+    def choose(self, inputs_DI: Array32, random: np.random.Generator | None = None) -> tuple[Choices, Array64, Array64]:
+        """Choices of all levers, decisions x levers; of each decision the log-probability, and the expected return.
+
+        They are drawn; without `random` the likeliest are taken, of equal ones the first, and the numbers are zeros.
+        """
+        inputs = self._normalisation.applied(inputs_DI)
+        logits = self.logits(inputs)
+        if random is None:
+            likeliest = np.stack([logits_DA.argmax(axis=1) for logits_DA in logits], axis=1)
+            return likeliest, np.zeros(len(inputs)), np.zeros(len(inputs))
+        return *sample(logits, random.random((len(inputs), len(logits)))), self.values(inputs)
+
+    def logits(self, normal_DI: Array64) -> list[Array64]:
+        """The outputs of each lever for normalised inputs: decisions x its actions."""
+        return np.split(self._outputs("actor", normal_DI), self._ends, axis=1)
+
+    def values(self, normal_DI: Array64) -> Array64:
+        """One expected return per decision."""
+        return self._outputs("critic", normal_DI)[:, 0]
+
+    def _outputs(self, head: str, values: Array64) -> Array64:
+        for layer in range(0, self._last + 1, 2):  # torch counts the activations between them, too
+            values = values @ self._tensors[f"{head}.{layer}.weight"].T + self._tensors[f"{head}.{layer}.bias"]
+            values = values if layer == self._last else np.tanh(values)
+        return np.round(values, _DECIMALS)
 
 
 # --- the files of the package

@@ -10,12 +10,14 @@ import datetime as dt
 import hashlib
 import logging
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import NamedTuple
 
 from dynamix.arbitrator.policies.policy import NamedPolicy, Policy, digest_of
 from dynamix.arbitrator.policies.registry import POLICIES as CODE
 from dynamix.arbitrator.policies.registry import extension_policy, policy_names
 from dynamix.runtime.bus import Bus, BusMessage, PermissionDeniedError, StaleWriterError, StreamMissingError
+from dynamix.runtime.input_files import read_regular
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MAX_MESSAGE_BYTES, MalformedMessageError, decode
 from dynamix.schemas.messages import Action, Job, PolicyVersion
@@ -23,7 +25,7 @@ from dynamix.schemas.policies import VERSION, VERSION_OPTION, check_options
 from dynamix.schemas.streams import POLICIES
 
 from .policy import LearnedPolicy
-from .policy_file import SHIPPED_VERSION, PolicyFile, shipped_names, shipped_policy
+from .policy_file import SHIPPED_VERSION, PolicyFile, PolicyFileError, shipped_names, shipped_policy
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,19 @@ def shipped_version(name: str) -> StoredPolicy | None:
     """The shipped policy of that name; `None` when there is none."""
     data = shipped_policy(name)
     return None if data is None else StoredPolicy(name, SHIPPED_VERSION, hashlib.sha256(data).digest(), data)
+
+
+def read_policy_file(path: Path) -> PolicyFile:
+    """Read and check a file that a person named.
+
+    Raises:
+        PolicyFileError: as `PolicyFile.from_bytes`, and when it cannot be read.
+    """
+    try:
+        data = read_regular(path)
+    except OSError as error:
+        raise PolicyFileError(f"cannot read the policy file {path}: {error.strerror}") from error
+    return PolicyFile.from_bytes(data, str(path))
 
 
 class PolicyStore:

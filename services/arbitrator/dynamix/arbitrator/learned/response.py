@@ -4,15 +4,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from dynamix.arbitrator.policies.policy import Array32, Array64
+from dynamix.arbitrator.policies.policy import Array32
 
-from .policy_file import Choices, Forward, Normalisation, PolicyFile, likeliest, log_softmax, of_levers
+from .policy_file import Network, Normalisation, PolicyFile
 
 LEAST_DEPENDENCE = 0.01
 """Share of decisions that another state must change: below it a policy is dead."""
 NUM_STATES = 2000
-DEVIATIONS = np.linspace(-2.0, 2.0, 9)
-"""Standard deviations from the mean at which responses are shown."""
 
 
 def group_of(name: str) -> str:
@@ -32,17 +30,6 @@ def group_of(name: str) -> str:
     return found or ("times" if name.endswith("_share") else "job")
 
 
-def likeliest_choices(file: PolicyFile, inputs_DI: Array32) -> Choices:
-    """Decisions x levers."""
-    return likeliest(_logits(file, inputs_DI))
-
-
-def _logits(file: PolicyFile, inputs_DI: Array32) -> list[Array64]:
-    forward = Forward(file.tensors, len(file.metadata.settings.hidden_sizes))
-    normalised = Normalisation.of_tensors(file.tensors).applied(inputs_DI)
-    return of_levers(forward.logits(normalised), file.metadata.actions)
-
-
 def typical_states(file: PolicyFile) -> Array32:
     """States drawn from the moments of what the policy has seen, each input for itself: states x inputs."""
     moments = Normalisation.of_tensors(file.tensors)
@@ -57,11 +44,11 @@ def dependence(file: PolicyFile, states_DI: Array32) -> dict[str, float]:
     The greatest groups first.
     """
     other = np.random.default_rng(0).permutation(len(states_DI))
-    chosen, groups = likeliest_choices(file, states_DI), [group_of(name) for name in file.metadata.inputs]
-    found = {}
+    network, groups, found = Network(file), [group_of(name) for name in file.metadata.inputs], {}
+    chosen, *_ = network.choose(states_DI)
     for group in sorted(set(groups)):
         mixed = np.where([each == group for each in groups], states_DI[other], states_DI)
-        found[group] = float((likeliest_choices(file, mixed) != chosen).any(axis=1).mean())
+        found[group] = float((network.choose(mixed)[0] != chosen).any(axis=1).mean())
     every = {"all": float((chosen[other] != chosen).any(axis=1).mean())}
     return every | dict(sorted(found.items(), key=lambda pair: -pair[1]))
 
@@ -69,20 +56,3 @@ def dependence(file: PolicyFile, states_DI: Array32) -> dict[str, float]:
 def is_dead(found: Mapping[str, float]) -> bool:
     """Whether a policy's choices hardly depend on its state."""
     return found["all"] < LEAST_DEPENDENCE
-
-
-def responses(file: PolicyFile) -> dict[str, list[Array64]]:
-    """The mean action of each lever, by its probabilities, where an input is `DEVIATIONS` from its mean; by input.
-
-    All other inputs are at their means.
-    """
-    moments, found = Normalisation.of_tensors(file.tensors), {}
-    for index, name in enumerate(file.metadata.inputs):
-        states = np.tile(moments.mean_I, (len(DEVIATIONS), 1))
-        states[:, index] += DEVIATIONS * moments.deviation_I[index]
-        logits = _logits(file, states.astype(np.float32))
-        found[name] = [
-            np.exp(log_softmax(each)) @ np.array(actions)
-            for each, actions in zip(logits, file.metadata.actions, strict=True)
-        ]
-    return found

@@ -27,6 +27,7 @@ from dynamix.arbitrator.learned.policy_file import (
     PolicyFile,
     PolicyMetadata,
     PPOSettings,
+    UpdateStats,
 )
 from dynamix.arbitrator.policies.policy import Array64
 
@@ -123,26 +124,6 @@ class Batch(NamedTuple):
     """The critic's values when it acted."""
 
 
-class UpdateStats(NamedTuple):
-    """An update in numbers; losses and diagnostics are means over its minibatches."""
-
-    loss: float
-    policy_loss: float
-    value_loss: float
-    entropy: float
-    approx_kl: float
-    """E[(ratio - 1) - log ratio], Schulman's low-variance estimate."""
-    clipfrac: float
-    """Share of decisions whose ratio left 1 +- clip_coef."""
-    learning_rate: float
-    num_steps: int
-    """Optimizer steps taken; fewer than planned when `target_kl` ended the update."""
-    explained_variance: float
-    """1 - Var(returns - values) / Var(returns) before the critic learned from this batch: 1 is a perfect critic, 0 an
-    uninformative one; NaN without variance."""
-    num_decisions: int
-
-
 def losses(network: ActorCritic, batch: Batch, settings: PPOSettings) -> dict[str, Tensor]:
     """The loss of one minibatch, its parts, and diagnostics, by the names of `UpdateStats`."""
     logprobs_N, entropies_N, values_N = network.evaluate(batch.inputs_NI, batch.actions_NL)
@@ -207,11 +188,11 @@ def update(
         if settings.target_kl is not None and seen[-1]["approx_kl"].item() > settings.target_kl:
             break
     returns, values = batch.returns_N.numpy().astype(np.float64), batch.values_N.numpy().astype(np.float64)
-    variance = float(np.var(returns))
+    variance, has_critic = float(np.var(returns)), settings.objective == "clipped"
     return UpdateStats(
         learning_rate=learning_rate,
         num_steps=len(seen),
-        explained_variance=1 - float(np.var(returns - values)) / variance if variance else float("nan"),
+        explained_variance=1 - float(np.var(returns - values)) / variance if has_critic and variance else None,
         num_decisions=len(returns),
         **{name: float(torch.stack([each[name] for each in seen]).mean()) for name in seen[0]},
     )

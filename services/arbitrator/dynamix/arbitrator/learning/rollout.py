@@ -15,8 +15,9 @@ import numpy as np
 from dynamix.arbitrator.deciding.fold import Fold
 from dynamix.arbitrator.learned.policy import ActionSet
 from dynamix.arbitrator.learned.policy_file import Choices
-from dynamix.arbitrator.policies.policy import Array32, Array64, Decision
-from dynamix.schemas.messages import Action, Applied, Job, Reward, State
+from dynamix.arbitrator.policies.policy import Array32, Array64, Decision, decided_sizes
+from dynamix.schemas.messages import Action, Applied, Job, Message, Reward, State
+from dynamix.schemas.messages.allocation import Allocation
 
 
 class RolloutError(ValueError):
@@ -32,6 +33,18 @@ class Recording(NamedTuple):
     actions: list[Action]
     applied: list[Applied]
     rewards: list[Reward]
+
+    def add(self, sequence: int, message: Message) -> None:
+        """Add a message, if it is one of this generation."""
+        match message:
+            case State(generation=self.job.generation):
+                self.states.append((sequence, message))
+            case Reward(generation=self.job.generation):
+                self.rewards.append(message)
+            case Applied(generation=self.job.generation):
+                self.applied.append(message)
+            case Action(generation=self.job.generation):
+                self.actions.append(message)
 
     @property
     def num_unrewarded(self) -> int:
@@ -128,7 +141,7 @@ class _RecordedPolicy:
         situation = self._action_set.situation(job, window, obs_WF, global_F, carry)
         action = self._actions.get(window)
         if action is None:
-            return situation.base._replace(carry=carry)
+            return Decision(Allocation(decided_sizes(obs_WF)), carry=carry)
         if action.logprobs is not None:
             self.seen[window] = (situation.inputs_DI, action)
         return Decision(action.allocation, carry=action.carry)

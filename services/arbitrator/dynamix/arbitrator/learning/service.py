@@ -7,7 +7,6 @@ generation on. The bus is the only store.
 
 import asyncio
 import contextlib
-import math
 import multiprocessing
 import os
 from collections.abc import Awaitable, Callable, Sequence
@@ -27,24 +26,19 @@ from dynamix.arbitrator.learned.policy_file import (
     PolicyFile,
     PolicyMetadata,
     PPOSettings,
+    UpdateStats,
     shipped_policy,
 )
 from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.policies.registry import policy_names
 from dynamix.arbitrator.policies.rule import COMPLETED
-from dynamix.runtime.bus import (
-    Bus,
-    BusError,
-    BusMessage,
-    FailoverWait,
-    Reader,
-)
+from dynamix.runtime.bus import Bus, BusMessage, FailoverWait
 from dynamix.runtime.die_with_parent import begin_worker
 from dynamix.runtime.metrics import Scrape
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import MalformedMessageError, decode_any
-from dynamix.schemas.messages import Action, Applied, Job, Reward, Signature, State
+from dynamix.schemas.messages import Job, Signature
 from dynamix.schemas.streams import ACTIONS, FEED, JOBS
 from dynamix.schemas.subjects import check_token
 
@@ -54,8 +48,6 @@ MAX_REMEMBERED = 1000
 """Names of generations learned from that a policy file keeps, so that a restarted learner learns from none twice."""
 MAX_STALENESS = 2
 """Generations decided by a version further behind the newest than this are left out."""
-STALL_TIMEOUT_S = 60.0
-"""A broker that restarts is waited for as long as a request waits."""
 
 COUNTERS = {
     "generations": "generations of jobs that were learned from",
@@ -121,11 +113,10 @@ class Outcome(NamedTuple):
 
     content: bytes | None
     """The next version's file; `None` when no lesson could be used."""
-    returns: list[float]
-    explained_variance: float
-    approx_kl: float
     refused: list[str]
     """Lessons that could not be used, each with the reason."""
+    returns: tuple[float, ...] = ()
+    stats: UpdateStats | None = None
 
 
 def generation_name(job: Job) -> str:
@@ -156,7 +147,7 @@ def update(content: bytes, lessons: Sequence[tuple[Recording, bool]]) -> Outcome
         except RolloutError as error:
             refused.append(str(error))
     if not trajectories:
-        return Outcome(None, [], float("nan"), 0.0, refused)
+        return Outcome(None, refused)
     agent = Agent.of(file)
     try:
         stats = agent.learn(trajectories)
@@ -169,9 +160,8 @@ def update(content: bytes, lessons: Sequence[tuple[Recording, bool]]) -> Outcome
         PolicyFile.from_bytes(version, "what an update made")
     except (ArithmeticError, RuntimeError, ValueError) as error:  # torch's for numbers that are too large
         # no version: learning from these must not end the learner, again after each restart
-        return Outcome(None, [], float("nan"), 0.0, [*refused, f"{', '.join(names)}: {error}"])
-    returns = [trajectory.total_reward for trajectory in trajectories]
-    return Outcome(version, returns, stats.explained_variance, stats.approx_kl, refused)
+        return Outcome(None, [*refused, f"{', '.join(names)}: {error}"])
+    return Outcome(version, refused, tuple(trajectory.total_reward for trajectory in trajectories), stats)
 
 
 def ended_by(job: Job, running: dict[str, Job], policy: str, pattern: str) -> list[tuple[Job, bool]]:
@@ -198,34 +188,6 @@ def ended_by(job: Job, running: dict[str, Job], policy: str, pattern: str) -> li
     ]
 
 
-class _IntakeStoppedError(Exception):
-    """The process stops."""
-
-
-async def _read_batch(consumer: Reader, found: Recording, refuse: Refuse, timeout_s: float) -> int:
-    """Record the next batch, which has to come within the time-out; returns its last sequence."""
-    async with asyncio.timeout(timeout_s):
-        batch = await anext(consumer, None)
-    if batch is None:
-        raise _IntakeStoppedError
-    for message in batch:
-        try:
-            content = decode_any(message.subject, message.payload)
-        except MalformedMessageError as error:
-            await refuse(message, str(error))
-            continue
-        match content:
-            case State(generation=found.job.generation):
-                found.states.append((message.sequence, content))
-            case Reward(generation=found.job.generation):
-                found.rewards.append(content)
-            case Applied(generation=found.job.generation):
-                found.applied.append(content)
-            case Action(generation=found.job.generation):
-                found.actions.append(content)
-    return batch[-1].sequence
-
-
 async def collect(bus: Bus, job: Job, *, grace_s: float, refuse: Refuse) -> Recording | None:
     """The recorded messages of a generation that is over; `None` when the intake was stopped meanwhile.
 
@@ -236,32 +198,39 @@ async def collect(bus: Bus, job: Job, *, grace_s: float, refuse: Refuse) -> Reco
         BusError: when the streams cannot be read.
     """
     found, wait = Recording(job, [], [], [], []), FailoverWait(bus.stream_state, ACTIONS.name)
-    clock = asyncio.get_running_loop().time
 
-    async def read(stream: str, wanted: str, grace_s: float = 0.0) -> None:
-        """Read all stored messages of a filter, then more until each state has its reward or time is over."""
-        newest, position = await bus.last(stream, wanted), 0
-        async with bus.consume(stream, [wanted], start="all") as consumer:
-            while newest is not None and position < newest.sequence:
-                try:
-                    position = await _read_batch(consumer, found, refuse, STALL_TIMEOUT_S)
-                except TimeoutError:
-                    raise BusError(f"nothing more of {stream} came within {STALL_TIMEOUT_S:g} s") from None
-            deadline_s = clock() + grace_s
-            with contextlib.suppress(TimeoutError):
-                while found.num_unrewarded and (left_s := deadline_s - clock()) > 0:
-                    await _read_batch(consumer, found, refuse, left_s)
+    async def add(message: BusMessage) -> None:
+        try:
+            found.add(message.sequence, decode_any(message.subject, message.payload))
+        except MalformedMessageError as error:
+            await refuse(message, str(error))
 
-    try:
-        await read(FEED.name, subjects.of("state", job.job, subjects.ANY))
-        await read(FEED.name, subjects.of("applied", job.job))
-        await read(FEED.name, subjects.of("reward", job.job, subjects.ANY), grace_s)
+    async def read(stream: str, wanted: str) -> int:
+        """Add all stored messages of a filter; the sequence of the last one."""
+        last = 0
+        async for message in bus.stored(stream, [wanted]):
+            await add(message)
+            last = message.sequence
+        return last
+
+    await read(FEED.name, subjects.of("state", job.job, subjects.ANY))
+    await read(FEED.name, subjects.of("applied", job.job))
+    await read(ACTIONS.name, subjects.of("action", job.job))
+    while found.lacks_actions and await wait.pause():  # of several servers one that was cut off may know less
+        found.actions.clear()
         await read(ACTIONS.name, subjects.of("action", job.job))
-        while found.lacks_actions and await wait.pause():  # of several servers one that was cut off may know less
-            found.actions.clear()
-            await read(ACTIONS.name, subjects.of("action", job.job))
-    except _IntakeStoppedError:
-        return None
+    rewards = subjects.of("reward", job.job, subjects.ANY)
+    last = await read(FEED.name, rewards)  # at the end: none are read once the intake was stopped
+    if found.num_unrewarded or not found.states:
+        async with bus.consume(FEED.name, [rewards], start=last + 1) as consumer:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    async for batch in consumer:
+                        for message in batch:
+                            await add(message)
+                        if not found.num_unrewarded:
+                            return found
+                    return None
     return found
 
 
@@ -353,23 +322,18 @@ class _Learner:
             for reason in outcome.refused:
                 self._context.count("generations_left_out")
                 log.warning("left out", reason=reason)
-            if outcome.content is not None:
+            if outcome.content is not None and outcome.stats is not None:
                 await self._put(outcome.content)
-                await self._note_update(outcome)
+                await self._note_update(outcome.returns, outcome.stats)
 
-    async def _note_update(self, outcome: Outcome) -> None:
+    async def _note_update(self, returns: tuple[float, ...], stats: UpdateStats) -> None:
         """Report what a stored update learned, and the failures that its learning curve begins to look like."""
         self._context.count("updates")
-        self._context.log.info(
-            "learned",
-            version=self._version,
-            returns=outcome.returns,
-            approx_kl=outcome.approx_kl,
-            explained_variance=outcome.explained_variance,
-        )
-        self._returns += outcome.returns
-        if math.isfinite(outcome.explained_variance):
-            self._explained.append(outcome.explained_variance)
+        numbers = {"approx_kl": stats.approx_kl, "explained_variance": stats.explained_variance}
+        self._context.log.info("learned", version=self._version, returns=returns, **numbers)
+        self._returns += returns
+        if stats.explained_variance is not None:
+            self._explained.append(stats.explained_variance)
         found = [*reward_signatures(self._returns), *filter(None, [value_signature(self._explained)])]
         policy, episode = self._settings.policy, len(self._returns)
         for finding in found:
