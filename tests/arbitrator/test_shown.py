@@ -1,16 +1,17 @@
-"""Metrics of the arbitrator: where jobs stand, refused actions, copies of streams that lag."""
+"""Metrics of the arbitrator: where jobs stand, refused actions, copies of streams that lag, how runs differ."""
 
 import asyncio
 import itertools
 
 import msgspec
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support import examples
 from tests.support.services_here import services_here
 
 from dynamix.arbitrator import shown
-from dynamix.arbitrator.shown import ShownDecisions
+from dynamix.arbitrator.shown import RunTimes, ShownDecisions
 from dynamix.runtime.bus import Bus, PermissionDeniedError, StreamState
 from dynamix.runtime.bus.requests import StreamCopies, StreamCopy
 from dynamix.runtime.metrics import ServiceMetrics
@@ -88,3 +89,22 @@ async def test_what_a_key_may_not_see_is_left_out_and_the_rest_is_watched(
     assert shown_now(metrics, "stream_copy_lag", "server") == {"broker-2": 7.0}
     assert "requests to the broker are not counted: may not" in caplog.text
     assert "ACTIONS is not watched: may not" in caplog.text
+
+
+def test_runs_of_one_name_and_policy_are_compared_by_the_time_to_the_accuracy_that_all_reached() -> None:
+    times = RunTimes()
+
+    def run(job: str, windows: list[tuple[float, float]], policy: str = "rule") -> None:
+        for time_s, accuracy in windows[:-1]:
+            times.record_window(job, time_s, accuracy)
+        times.end_run(job, policy)
+        times.record_window(job, *windows[-1])  # the last window may come after the end
+
+    run("mnist-a", [(1.0, np.nan), (1.0, 0.5), (1.0, 0.8), (9.0, 0.9)])  # 0.8 after 3 s
+    run("mnist-b", [(2.0, 0.7), (2.0, 0.6), (2.0, 0.85)])  # after 6 s
+    run("mnist-d", [(1.0, 0.5)], policy="split")
+    run("mnist-e", [(1.0, np.nan)])
+    run("other-f", [(1.0, 0.5)])
+    assert times.variations() == {}
+    run("mnist-c", [(9.0, 0.8)])  # after 9 s
+    assert times.variations() == {("mnist", "rule"): pytest.approx(6**0.5 / 6)}

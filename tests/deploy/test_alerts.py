@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
+from tests.support import examples
 from tests.support.brokers import publish_unstored, until
 from tests.support.control_plane import NODE, one_node_job, report_of
 from tests.support.prometheus import RULES, eventually, grafana_queries, needs
@@ -110,12 +111,14 @@ async def test_services_show_each_fault_in_the_numbers_that_alerts_and_the_dashb
         await end(stuck, "RuntimeError: Timed out waiting 1800000ms for recv operation")
         await shows("jobs_ended_total", 1, reason="timeout")
 
-        run = one_node_job(job="mnist-00000000")
-        await bus.publish(run)
-        await train(run, 1, held_out_accuracy=0.8)
-        await shows("job_decided_window", 0, training_job=run.job)
-        await end(run, "completed")
-        await shows("jobs_ended_total", 1, reason="completed")
+        for number, time_s in enumerate((1.0, 1.1, 10.0)):
+            run = one_node_job(job=f"mnist-{number:08d}")
+            await bus.publish(run)
+            await train(run, 1, totals=examples.totals(0, time_s=time_s), held_out_accuracy=0.8)
+            await shows("job_decided_window", 0, training_job=run.job)
+            await end(run, "completed")
+        await shows("jobs_ended_total", 3, reason="completed")
+        assert "dynamix_runs_variation_ratio{" in services["arbitrator"].scrape()
 
         again = one_node_job(generation=1)
         await bus.publish(again)

@@ -1,4 +1,4 @@
-"""A store whose disk was full, which its services report until the broker is started again; and one made anew."""
+"""A store whose disk was full, which every view says until `dynamix up` starts the broker again; and one made anew."""
 
 import asyncio
 import contextlib
@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -16,15 +17,19 @@ from tests.support.brokers import ConfiguredServer, connected, until
 from tests.support.control_plane import ControlPlane, feed_windows, one_node_job
 from tests.support.http_get import free_port, get
 
+from dynamix.cli.commands.doctor import bus as broker_checks
+from dynamix.cli.commands.up import AGAIN_AFTER_S, MIN_ROOM_BYTES, PATIENCE_S, StoreJudge
+from dynamix.cli.connection import find
 from dynamix.runtime.bus import Bus, publish, requests
 from dynamix.runtime.bus.health import Watchdog
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.metrics import MetricsServer, ServiceMetrics
 from dynamix.runtime.service import ServiceState
+from dynamix.schemas.messages import Live
 
 REPORT = "dynamix.v1.report.job.1.node-a"
 DISK_MIB = 48
-"""A broker that has just begun takes 6."""
+"""A broker that has just begun takes 6, and is started again where 16 are free."""
 
 
 @pytest.fixture
@@ -105,6 +110,70 @@ async def test_after_a_full_disk_the_broker_stores_again_only_when_it_is_started
         await until(lambda: not bus.counters["unacknowledged"])
         assert await get(port, "/readyz") == (200, "ok\n")
         assert (await get(monitoring, "/healthz"))[0] == 200
+
+
+async def train(bus: Bus) -> None:
+    """Publish and beat like a training process, until cancelled."""
+    for number in range(1_000):
+        await bus.publish_bytes_soon(REPORT, b"a report", f"r{number}")
+        counters = {f"bus_{name}": count for name, count in bus.counters.items()}
+        await bus.publish_live(Live(service="trainer", instance="job-1", uptime_s=1.0, counters=counters))
+        await asyncio.sleep(0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_up_starts_a_broker_that_stores_nothing_again_once_its_disk_has_room(
+    small_disk: Path, tmp_path: Path
+) -> None:
+    environ = {key: value for key, value in os.environ.items() if not key.startswith(("DYNAMIX_", "XDG_"))}
+    environ |= {"XDG_RUNTIME_DIR": str(tmp_path), "HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "dynamix.cli.main", "up", "--store-dir", str(small_disk / "store")]
+    up = await asyncio.create_subprocess_exec(*command, env=environ, stderr=asyncio.subprocess.PIPE)
+    assert up.stderr is not None
+
+    async def says(pattern: str) -> None:
+        async with asyncio.timeout(120):
+            while not re.search(pattern, line := (await up.stderr.readline()).decode()):
+                assert line, "it ended"
+
+    try:
+        await says("^stop +Ctrl-C")
+        async with connected(find(environ)) as bus:
+            junk = fill(small_disk)
+            await publish_until_nothing_is_stored(bus)
+            training = asyncio.create_task(train(bus))
+            await says(r"^broker +it has not answered \d+ messages or requests for 10 s: .* has 0 MiB left, make room")
+            found = {check.name: check for check in await broker_checks(find(environ), configured=True)}
+            assert "did not store or answer" in found["storage"].found
+            junk.unlink()
+            await says(r"^broker +it has not answered .*, and there is room: starting it again")
+            await says(r"^streams +as they were")
+            await until(lambda: not bus.counters["unacknowledged"])
+            assert await bus.publish_bytes(REPORT, b"after", "after")
+            training.cancel()
+            await asyncio.gather(training, return_exceptions=True)
+    finally:
+        up.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(120):
+            assert await up.wait() == 0
+
+
+def test_a_broker_that_stores_nothing_is_restarted_once_there_is_room() -> None:
+    judge = StoreJudge()
+    assert judge.judge(0, 0, 0.0) == ""
+    assert judge.judge(3, MIN_ROOM_BYTES, 1.0) == ""
+    assert judge.judge(3, MIN_ROOM_BYTES - 1, 1.0 + PATIENCE_S) == "full"
+    assert judge.judge(3, MIN_ROOM_BYTES - 1, 2.0 + PATIENCE_S) == ""
+    assert judge.judge(3, MIN_ROOM_BYTES, 3.0 + PATIENCE_S) == "restart"
+    assert judge.judge(3, MIN_ROOM_BYTES, 2.0 + PATIENCE_S + AGAIN_AFTER_S) == ""
+    assert judge.judge(3, MIN_ROOM_BYTES, 3.0 + PATIENCE_S + AGAIN_AFTER_S) == "restart"
+    assert judge.judge(0, MIN_ROOM_BYTES, 100.0) == ""
+    assert judge.judge(1, MIN_ROOM_BYTES, 200.0) == ""
+    assert judge.judge(0, MIN_ROOM_BYTES, 205.0) == ""
+    assert judge.judge(1, MIN_ROOM_BYTES, 206.0) == ""
+    assert judge.judge(1, MIN_ROOM_BYTES, 215.0) == ""
+    assert judge.judge(1, MIN_ROOM_BYTES, 216.0) == "restart"
 
 
 # --- streams that are made again while a job runs ---

@@ -23,8 +23,10 @@ STOP_TIMEOUT_S = 10.0
 LATE_AFTER_S = 3.0
 """Three heartbeats missed."""
 KEPT_S = 60.0
-NOT_STORED = ("bus_unacknowledged", "bus_unanswered", "bus_failed_lately")
-"""Counters of a process whose broker does not store now, or did not within the last minute."""
+UNANSWERED = ("bus_unacknowledged", "bus_unanswered")
+"""Counters of a process whose broker does not store now."""
+NOT_STORED = (*UNANSWERED, "bus_failed_lately")
+"""And of one whose broker did not, within the last minute."""
 
 
 def bus_environment(settings: BusSettings) -> dict[str, str]:

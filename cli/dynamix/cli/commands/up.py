@@ -10,21 +10,25 @@ import contextlib
 import fcntl
 import os
 import shlex
+import shutil
 import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from dynamix.cli.arguments import MAX_PORT, add_option, count
 from dynamix.cli.connection import connected, path, published, running
 from dynamix.cli.errors import MISUSED, CommandError, MisuseError, explained
 from dynamix.cli.services import (
     SERVICES,
+    UNANSWERED,
+    Heartbeats,
     ServiceProcess,
     beside,
     bus_environment,
+    hear,
     wait_until_ready,
 )
 from dynamix.cli.terminal import stop_event
@@ -35,12 +39,19 @@ from dynamix.runtime.embedded import EmbeddedServer, EmbeddedServerError
 from dynamix.runtime.log import configure as configure_log
 from dynamix.runtime.service import EXIT_USAGE
 from dynamix.runtime.settings import SettingsError, SharedSettings, read
+from dynamix.schemas.messages import Live
 
 LOCK = "lock"
 MIN_WAIT_S, MAX_WAIT_S = 0.5, 10.0
 """Before a process is started again; twice as long each time."""
 STEADY_AFTER_S = 30.0
 """A process that ran this long has recovered: its next restart waits the least again."""
+PATIENCE_S = 10.0
+"""Seconds without a stored message after which the broker is restarted: longer than its restart takes."""
+AGAIN_AFTER_S = 60.0
+"""Between two restarts, or two complaints: the services need some time to recover."""
+MIN_ROOM_BYTES = 16 << 20
+"""Twice the largest block that a stream begins with."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -158,7 +169,8 @@ async def _run_until_signal(server: EmbeddedServer, ports: list[int], store: Pat
             broker = Child("broker", lambda: server.pid, restart, lambda: asyncio.sleep(0))
             children = [broker, *map(service, processes)]
             with published(server.settings, os.environ) as file:
-                async with beside(*map(keep, children), _announce(bus, processes, file)):
+                works = [_announce(bus, processes, file), watch_store(bus, server, store)]
+                async with beside(*map(keep, children), *works):
                     await stop.wait()
     _say("stopped", "")
 
@@ -252,3 +264,55 @@ async def exited(pid: int) -> None:
     finally:
         loop.remove_reader(descriptor)
         os.close(descriptor)
+
+
+# --- a broker that stores nothing: after a full disk nats-server answers nothing until it is started again, also when
+# there is room by then; connections stay open, services beat, and no decision is stored
+
+
+class StoreJudge:
+    """Decides what to do about a broker that stores nothing. Pure: the caller passes numbers and the time."""
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None
+        self._acted_s: float | None = None
+        self._was_full = False
+
+    def judge(self, num_unanswered: int, free_bytes: int, now_s: float) -> Literal["restart", "full", ""]:
+        """Decide what to do, at most every `AGAIN_AFTER_S`: nothing while all is stored, or for less than `PATIENCE_S`.
+
+        Once a full disk has room, the restart is due at once.
+        """
+        if not num_unanswered:
+            self._since_s = None
+            return ""
+        self._since_s = now_s if self._since_s is None else self._since_s
+        has_room = free_bytes >= MIN_ROOM_BYTES
+        acts_again = self._acted_s is None or now_s - self._acted_s >= AGAIN_AFTER_S or (self._was_full and has_room)
+        if now_s - self._since_s < PATIENCE_S or not acts_again:
+            return ""
+        self._acted_s, self._was_full = now_s, not has_room
+        return "restart" if has_room else "full"
+
+
+async def watch_store(bus: Bus, server: EmbeddedServer, store: Path) -> None:
+    """Listen to heartbeats until cancelled, and end a broker that stores nothing; then it is started again."""
+    judge, heartbeats, time_s = StoreJudge(), Heartbeats(), asyncio.get_running_loop().time
+
+    def observe(beat: Live) -> None:
+        heartbeats.record(beat, time_s())
+        num_unanswered = heartbeats.count(*UNANSWERED, now_s=time_s())
+        try:
+            free_bytes = shutil.disk_usage(store).free
+        except OSError:  # there is no store any more
+            free_bytes = 0
+        verdict = judge.judge(num_unanswered, free_bytes, time_s())
+        what = f"it has not answered {num_unanswered} messages or requests for {PATIENCE_S:g} s"
+        if verdict == "restart":
+            _say("broker", f"{what}, and there is room: starting it again")
+            with contextlib.suppress(ProcessLookupError, EmbeddedServerError):  # it ends already
+                os.kill(server.pid, signal.SIGTERM)
+        elif verdict == "full":
+            _say("broker", f"{what}: {store} has {free_bytes >> 20} MiB left, make room; it is then started again")
+
+    await hear(bus, observe)

@@ -385,7 +385,7 @@ class _Arbitrator:
                     if not await self._open(job):
                         return
                 elif message.sequence > job.folded:
-                    await self._fold(job, message, state)
+                    await self._fold(job, message, state, is_new=True)
                 job.folded = max(job.folded, message.sequence)
             elif job.is_over:
                 return
@@ -397,7 +397,7 @@ class _Arbitrator:
                 except TimeoutError:
                     return
 
-    async def _fold(self, job: _Job, message: BusMessage, state: State) -> None:
+    async def _fold(self, job: _Job, message: BusMessage, state: State, *, is_new: bool) -> None:
         assert job.log is not None, "it is open"
         if state.generation != job.generation:
             return
@@ -406,10 +406,11 @@ class _Arbitrator:
         except MalformedMessageError as error:
             await self._context.dead_letter(message, str(error))
         else:
-            self._shown.record_folded(state, job.log)
+            if is_new:
+                self._shown.record_folded(state, job.log)
 
     async def _read_again(self, job: _Job, until: int, first: float) -> None:
-        """Fold a job's states from FEED up to a sequence; those from `first` on are known to be there.
+        """Fold a job's states from FEED up to a sequence; those from `first` on are known to be there, and new.
 
         Of several servers one that was cut off may answer, which does not know the last of them.
         """
@@ -424,7 +425,7 @@ class _Arbitrator:
                         for message in (one for one in batch if one.sequence <= until):
                             state = await self._context.decoded(State, message)
                             if state is not None:
-                                await self._fold(job, message, state)
+                                await self._fold(job, message, state, is_new=message.sequence >= first)
                             job.folded = message.sequence
                             await asyncio.sleep(0)  # a long way to catch up must not delay the states of others
             if job.folded >= until or first > until or not await self._pause(job, wait):

@@ -1,12 +1,13 @@
-"""Metrics of the arbitrator: where each job stands, refusals, how runs ended."""
+"""Metrics of the arbitrator: where each job stands, refusals, how runs ended and differed."""
 
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import re
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +18,14 @@ from dynamix.runtime.metrics import LabelTable, Scrape, ServiceMetrics
 from dynamix.runtime.service import Context
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode_or_none
+from dynamix.schemas.features import GLOBAL_INDEX, unpack_global
 from dynamix.schemas.messages import REFUSALS, Applied, Job, State
 from dynamix.schemas.streams import ACTIONS, DEAD, FEED, JOBS, PROFILES, REPORTS
 
 from .deciding.job_log import JobLog
-from .policies.rule import ENDS, class_of_end
+from .deciding.signatures import MIN_RUNS, variation_between
+from .policies.policy import steps_of
+from .policies.rule import COMPLETED, ENDS, LEFT, class_of_end
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +74,63 @@ class NewLines:
         return sum(pattern.search(line) is not None for line in lines.split(b"\n"))
 
 
+MAX_RUNS = 8
+"""Ended runs of one name that are compared: the newest."""
+MAX_POINTS = 512
+"""Improvements of one run that are kept."""
+MAX_NAMES = 100
+
+
+@dataclass(eq=False)
+class Curve:
+    """The held-out accuracy of one run."""
+
+    time_s: float = 0.0
+    """Training so far."""
+    best: list[tuple[float, float]] = field(default_factory=list)
+    """Training time and accuracy, whenever it was the best so far."""
+
+
+class RunTimes:
+    """Compares ended runs by name, without the id of the run, and policy.
+
+    A run that reports no held-out accuracy is not compared.
+    """
+
+    def __init__(self) -> None:
+        self.running: LabelTable[str, Curve] = LabelTable(MAX_NAMES)
+        self._ended: dict[tuple[str, str], deque[Curve]] = {}
+
+    def record_window(self, job: str, time_s: float, held_out_accuracy: float) -> None:
+        """Add a window's training time, and the newest evaluation, NaN without one, to a run."""
+        curve = self.running.get(job) or Curve()
+        curve.time_s += time_s
+        if held_out_accuracy > (curve.best[-1][1] if curve.best else -math.inf) and len(curve.best) < MAX_POINTS:
+            curve.best.append((curve.time_s, held_out_accuracy))
+        self.running.record(job, curve)
+
+    def end_run(self, job: str, policy: str) -> None:
+        """Compare a run from now on; it ended as it should. Windows that are still on their way are added later."""
+        curve, kind = self.running.get(job) or Curve(), (job.rpartition("-")[0], policy)
+        self.running.record(job, curve)
+        runs = self._ended.pop(kind, deque(maxlen=MAX_RUNS))
+        if curve not in runs:
+            runs.append(curve)
+        self._ended[kind] = runs  # the newest, which is dropped last
+        if len(self._ended) > MAX_NAMES:
+            del self._ended[next(iter(self._ended))]
+
+    def variations(self) -> dict[tuple[str, str], float]:
+        """The coefficient of variation between the times of each name and policy with enough runs."""
+        found = {}
+        for kind, ended in list(self._ended.items()):
+            runs = [list(curve.best) for curve in list(ended) if curve.best]
+            if len(runs) >= MIN_RUNS:
+                common = min(run[-1][1] for run in runs)  # the best accuracy that all of them reached
+                found[kind] = variation_between([next(at for at, reached in run if reached >= common) for run in runs])
+        return found
+
+
 @dataclass
 class JobStanding:
     """State of one job, for its metrics."""
@@ -98,6 +159,7 @@ class ShownDecisions:
         self._over: LabelTable[str, int] = LabelTable(MAX_OVER)
         """The newest generation that has ended: its last states come after the end, from another stream."""
         self._ends = Counter(dict.fromkeys(ENDS, 0))
+        self._runs = RunTimes()
         self._streams: dict[str, StreamState] = {}
         self._num_requests: int | None = None
         self._num_violations: int | None = None
@@ -118,8 +180,16 @@ class ShownDecisions:
         self._jobs.record(state.job, standing)
 
     def record_folded(self, state: State, log: JobLog) -> None:
-        """Note what was decided after a state."""
-        if (standing := self._jobs.get(state.job)) is None:
+        """Note what was decided after a state, and how the run goes."""
+        if not self._metrics.is_served:
+            return
+        if state.node == log.job.nodes[0].node:  # every node's state has the same numbers of the whole job
+            features = unpack_global(state)
+            step_time_s, accuracy = (float(features[GLOBAL_INDEX[n]]) for n in ("step_time_s", "held_out_accuracy"))
+            time_s = 0.0 if math.isnan(step_time_s) else step_time_s * steps_of(log.job, features)
+            self._runs.record_window(state.job, time_s, accuracy)
+        standing = self._jobs.get(state.job)
+        if standing is None:
             return
         if log.known is not None and log.known.action.generation == state.generation:
             standing.decided_window = log.known.action.window
@@ -143,9 +213,14 @@ class ShownDecisions:
 
     def record_end(self, job: Job) -> None:
         """Note that a run is over."""
-        self._ends[class_of_end(job.end_reason)] += 1
+        end = class_of_end(job.end_reason)
+        self._ends[end] += 1
         self._jobs.drop(job.job)
         self._over.record(job.job, job.generation)
+        if end in {COMPLETED, LEFT}:
+            self._runs.end_run(job.job, job.policy)
+        else:
+            self._runs.running.drop(job.job)  # it failed, or was stopped: it is not compared
 
     async def follow_broker(
         self, state_of: Callable[[str], Awaitable[StreamState]], count_requests: Callable[[], Awaitable[int]]
@@ -222,6 +297,14 @@ class ShownDecisions:
                 )
         for end, count in self._ends.items():
             scrape.counter("jobs_ended", "runs that ended, by how", count, reason=end)
+        for (name, policy), variation in self._runs.variations().items():
+            scrape.gauge(
+                "runs_variation_ratio",
+                "coefficient of variation of the times to a common held-out accuracy, newest runs of a name",
+                variation,
+                training_name=name,
+                policy=policy,
+            )
         for name, state in self._streams.items():
             _show_stream(scrape, name, state)
         if self._num_requests is not None:

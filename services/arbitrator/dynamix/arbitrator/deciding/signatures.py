@@ -102,9 +102,14 @@ def spread_signature(times: Sequence[float]) -> Finding | None:
     """Spread of one number, times to target or returns, between runs of one policy on one scenario."""
     if len(times) < MIN_RUNS:
         return None
-    variation = _in_deviations(pstdev(times), abs(fmean(times)))
+    variation = variation_between(times)
     text = f"the coefficient of variation between {len(times)} runs is {variation:.2f}"
     return Finding("spread-between-runs", variation, SPREAD, text) if variation > SPREAD else None
+
+
+def variation_between(times: Sequence[float]) -> float:
+    """Coefficient of variation; finite, and 0 where all are equal."""
+    return _in_deviations(pstdev(times), abs(fmean(times)))
 
 
 def value_signature(explained_variances: Sequence[float]) -> Finding | None:
