@@ -31,6 +31,7 @@ from scipy.stats import spearmanr
 from dynamix.arbitrator.learned.policy_file import PPOSettings
 from dynamix.cli.main import main as dynamix
 from dynamix.cli.terminal import ProgressLine
+from dynamix.lab.comparison.figure import CURVE_POINTS, mean_curve
 from dynamix.lab.comparison.rows import Tuned, parse_rows, read_tuned
 from dynamix.lab.comparison.runs import Ledger, as_published, fill, plan
 from dynamix.lab.comparison.verdict import OutcomeTable, Verdict
@@ -316,7 +317,6 @@ SCALES = {
     "reduced": Scale("reduced", num_seeds=6, num_policy_seeds=3, num_updates=100),
     "full": Scale("full", num_seeds=12, num_policy_seeds=5, num_updates=200),
 }
-CURVE_POINTS = 200
 COLUMNS = ["median time to target, s", "missed", "accuracy at fixed time", "test accuracy", "mean local batch"]
 
 
@@ -501,9 +501,8 @@ def _accuracy_panel(table: OutcomeTable, labels: Sequence[str], scenario: Scenar
     for label in labels:
         if not (runs := [curve for curve in table.curves(label, scenario.name) if curve]):
             continue
-        times_s = np.linspace(0, max(curve[-1].time_s for curve in runs), CURVE_POINTS)
-        means = np.mean([np.interp(times_s, *np.array(curve, dtype=float).T[:2]) for curve in runs], axis=0)
-        curves[label] = list(zip(times_s.tolist(), means.tolist(), strict=True))
+        times_s = np.linspace(0, max(curve[-1][0] for curve in runs), CURVE_POINTS)
+        curves[label] = list(zip(times_s.tolist(), mean_curve(runs, times_s).tolist(), strict=True))
     return Panel(scenario.name, "virtual time [s]", "validation accuracy", curves, limit=scenario.target_accuracy)
 
 
@@ -583,9 +582,10 @@ OTHERS: Mapping[str, Callable[[Laboratory], Result]] = {
 
 def evaluated(name: str, options: argparse.Namespace) -> Result:
     """Run `dynamix evaluate` on the held-out scenarios; every policy over all families and in each."""
-    path = options.work / f"{name}.json"
+    path, image = options.work / f"{name}.json", options.csv / f"{name}.png"
+    options.csv.mkdir(parents=True, exist_ok=True)
     arguments = ["evaluate", "--results", str(options.work / f"{name}.jsonl"), *EVALUATIONS[name]]
-    arguments += ["--json", str(path), "--jobs", str(options.jobs)]
+    arguments += ["--json", str(path), "--png", str(image), "--jobs", str(options.jobs)]
     if options.seeds:
         arguments += ["--seeds", str(options.seeds)]
     if code := dynamix(arguments):

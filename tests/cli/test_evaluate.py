@@ -48,7 +48,7 @@ def verdict(place: Path) -> dict[str, Any]:
 
 def test_the_json_has_the_promised_shape(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "run_episodes", made_up(lambda task: 0.5 if task.setting.policy == "rule" else 1.0))
-    assert main(arguments(place, "--seeds", "3", "--jobs", "1")) == 0
+    assert main(arguments(place, "--seeds", "3", "--jobs", "1", "--png", str(place / "figure.png"))) == 0
     found = verdict(place)
     assert found["suite"] == "suite"
     assert found["default_policy"] == "rule"
@@ -61,6 +61,7 @@ def test_the_json_has_the_promised_shape(place: Path, monkeypatch: pytest.Monkey
     assert rule["ratios"]["best-static"]["value"] == pytest.approx(0.5)
     assert found["families"]["mixed"]["best_static_local_batch_size"] == 64
     assert all(set(row) >= ROW for row in found["families"]["alike"]["policies"])
+    assert (place / "figure.png").stat().st_size > 10_000
     assert str(place) not in json.dumps(found["families"])
 
 
@@ -70,7 +71,7 @@ def test_rows_that_may_exchange_otherwise_are_compared_with_exact_ones(
     seconds = {None: 1.5, "exact": 1.0, "local": 0.5}
     monkeypatch.setattr(runs, "run_episodes", made_up(lambda task: seconds[task.setting.exchange]))
     rows = ("--policies", "rule,static:every=4,codec=int8,local_batch_size=64,rule:exchange=exact,against=1")
-    assert main(arguments(place, *rows, "--exchange", "local", "--seeds", "2")) == 0
+    assert main(arguments(place, *rows, "--exchange", "local", "--seeds", "2", "--png", str(place / "a.png"))) == 0
     found = verdict(place)
     assert found["against"] == ["rule/exchange=exact"]
     ratios = {row["policy"]: row["ratios"]["rule/exchange=exact"]["value"] for row in found["policies"]}
@@ -181,7 +182,7 @@ def test_a_killed_evaluation_leaves_no_worker_and_keeps_its_runs(place: Path) ->
 
     asyncio.run(ended())
     lines = results.read_bytes().splitlines()
-    assert len({json.loads(line)["key"] for line in lines[1:3]}) == 2
+    assert len({json.loads(line)["key"] for line in lines[1:3]}) == 2  # behind the line that says what the file is
 
 
 # --- dynamix simulate ---

@@ -40,7 +40,7 @@ def compared(
     seeds: int,
     monkeypatch: pytest.MonkeyPatch,
     time_s: Callable[[RunTask], float | None] = known_time_s,
-) -> Verdict:
+) -> tuple[Verdict, OutcomeTable]:
     monkeypatch.setattr("dynamix.lab.comparison.runs.run_episodes", made_up(time_s))
     monkeypatch.setattr("dynamix.lab.comparison.rows.shipped_files", lambda _: [])
     rows = with_references(parse_rows(rows))
@@ -57,7 +57,7 @@ def row(rows: list[VerdictRow], policy: str) -> VerdictRow:
 def test_ratios_are_those_of_the_heterogeneous_families_and_the_control_stands_apart(
     suite: Suite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    verdict = compared(suite, "rule", 3, monkeypatch)
+    verdict, _ = compared(suite, "rule", 3, monkeypatch)
     rule = row(verdict.policies, "rule")
     static, goodput = rule.ratios["best-static"], rule.ratios["goodput"]
     assert (static.value, static.high, goodput.value) == pytest.approx((0.4, 0.4, 0.5))
@@ -73,7 +73,7 @@ def test_ratios_are_those_of_the_heterogeneous_families_and_the_control_stands_a
 def test_the_headline_counts_the_control_among_all_families_and_shows_it_apart(
     suite: Suite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    verdict = compared(suite, "rule,best-static:track=1", 3, monkeypatch)
+    verdict, _ = compared(suite, "rule,best-static:track=1", 3, monkeypatch)
     assert list(verdict.headline) == ["best-static", "best-static+track", "goodput"]
     for base, ratios in (("best-static", (0.4**0.5, 0.4, 1.0)), ("goodput", ((0.5 * 1.25) ** 0.5, 0.5, 1.25))):
         found = [interval.value for interval in verdict.headline[base].values() if interval is not None]
@@ -86,7 +86,7 @@ def test_the_headline_counts_the_control_among_all_families_and_shows_it_apart(
 def test_runs_of_one_row_that_differ_too_much_are_a_failure_signature(
     suite: Suite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    verdict = compared(suite, "rule", 6, monkeypatch, lambda task: 0.1 if task.seed % 2 else 1.9)
+    verdict, _ = compared(suite, "rule", 6, monkeypatch, lambda task: 0.1 if task.seed % 2 else 1.9)
     (found,) = row(verdict.families["mixed"].policies, "rule").signatures
     assert found.startswith("spread-between-runs in mixed-2")
 

@@ -22,6 +22,7 @@ from dynamix.cli.arguments import (
     add_list,
     add_option,
     add_output_argument,
+    add_png_argument,
     seed,
 )
 from dynamix.cli.errors import INTERRUPTED, MISUSED, MisuseError, explained
@@ -46,6 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what = "change the preset: a field of LearningPlan, Weights or PPOSettings, e.g. num_updates=200 or clip_coef=0.1"
     add_list(parser, "--set", "NAME=VALUE", what)
     add_json_argument(parser)
+    add_png_argument(parser, "draw the curves of learning")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -102,7 +104,25 @@ def run(arguments: argparse.Namespace) -> int:
             "updates": [{**msgspec.to_builtins(row), "mean_return": row.mean_return} for row in learned.history],
         }
         write_result(document, "\n".join(lines), arguments.json)
+        if arguments.png is not None:
+            draw(learned.history, arguments.png)
     return 0
+
+
+def draw(history: "Sequence[LearningUpdate]", path: str) -> None:
+    """Write a PNG with a panel per number of an update."""
+    from matplotlib.figure import Figure
+
+    from dynamix.cli.figures import finish, save
+
+    figure = Figure(figsize=(9, 9), layout="constrained")
+    names = ("mean_return", "validation_vs_rule", "entropy", "explained_variance", "approx_kl", "clipfrac")
+    for name, axes in zip(names, figure.subplots(3, 2, sharex=True).flat, strict=True):
+        points = [(row.update, getattr(row, name)) for row in history if getattr(row, name) is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker=".")
+        finish(axes, from_zero=False, title=name, xlabel="update")
+    save(figure, path)
 
 
 def _plan(arguments: argparse.Namespace) -> "LearningPlan":

@@ -5,10 +5,10 @@ the numerical libraries. The ledger keeps outcomes by this key, one line each: a
 changed scenario, policy or program never reuses an old outcome.
 """
 
-import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import IO, NamedTuple, Self, get_args
@@ -31,10 +31,11 @@ from dynamix.lab.simulator.episode import (
 )
 from dynamix.lab.simulator.scenario import Scenario, Suite
 from dynamix.runtime import output_files
+from dynamix.runtime.output_files import RefusedOutputError
 from dynamix.schemas.messages.allocation import ExchangePermission, is_permitted
 from dynamix.schemas.policies import initial_exchange
 
-from . import LEDGER
+from . import HEADER, LEDGER
 from .rows import LABORATORY, ORACLE, Row, Tuned, known_policy
 
 PUBLISHED_LEAST = {"ppo-paper": 32}
@@ -107,26 +108,38 @@ class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ledger:
-    """Outcomes by key, in a file with a line each; a line torn by a kill is not there, and its run is done again."""
+    """Outcomes by key, in a file: after a kill an incomplete last line is dropped and all others are kept."""
 
     def __init__(self, path: Path | None = None) -> None:
         """Read and check `path`, or keep outcomes in memory only.
 
-        Nothing is written before there is an outcome to add: until then a wrong argument or missing data may still end
-        the command.
+        Nothing is written or cut off before there is an outcome to add: until then a wrong argument or missing data may
+        still end the command.
 
         Raises:
             RefusedOutputError: when `path` is anything but a ledger.
         """
         self._outcomes: dict[str, RunOutcome] = {}
+        self._end = 0
+        """End of the last whole line in the file."""
         self._file: IO[bytes] | None = None
         self._path = path
         if path is not None:
             output_files.check(path, LEDGER, make_parents=True)
-            for text in path.read_bytes().splitlines() if path.exists() else ():
-                with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            content = path.read_bytes() if path.exists() else b""
+            for number, text in enumerate(content.splitlines(keepends=True), start=1):
+                if not text.endswith(b"\n"):  # cut off by a kill
+                    break
+                self._end += len(text)
+                if number == 1:
+                    continue
+                try:
                     line = msgspec.json.decode(text, type=LedgerLine)
-                    self._outcomes[line.key] = line.outcome
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                    raise RefusedOutputError(
+                        f"{path}, line {number}, is not a result ({error}): name another file, or remove this one"
+                    ) from error
+                self._outcomes[line.key] = line.outcome
 
     def __enter__(self) -> Self:
         return self
@@ -154,7 +167,9 @@ class Ledger:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("ab")
-            self._file.write(b"\n")  # ends a torn line
+            self._file.truncate(self._end)  # behind the last whole line
+            if self._end == 0:
+                self._file.write(HEADER)
         self._file.write(msgspec.json.encode(LedgerLine(key=task.key, about=about, outcome=outcome)) + b"\n")
         self._file.flush()
 
@@ -236,7 +251,7 @@ def fill(
     needed = {cell.task.key: cell for cell in cells}
     missing = [cell for cell in needed.values() if cell.task not in ledger]
     tasks = [cell.task for cell in missing]
-    with contextlib.closing(run_episodes(partial(run_task, data=data), tasks, jobs=jobs)) as runs:
+    with closing(run_episodes(partial(run_task, data=data), tasks, jobs=jobs)) as runs:
         for number, (index, outcome) in enumerate(runs, start=len(needed) - len(missing) + 1):
             about = missing[index].about
             ledger.record_outcome(tasks[index], outcome, about)

@@ -171,6 +171,10 @@ class OutcomeTable:
             outcome.evaluations for cell, outcome in self._known.get(label, []) if cell.task.scenario.name == scenario
         ]
 
+    def target_accuracy(self, scenario: str) -> float:
+        """The target accuracy of a scenario."""
+        return next(found.target_accuracy for found in self._scenarios if found.name == scenario)
+
     def _array(
         self, label: str, families: Sequence[str], number: Callable[[ComparisonCell, RunOutcome], float]
     ) -> Array64:
@@ -266,8 +270,8 @@ def judge(
     *,
     command: str = "",
     against: Sequence[str] = (),
-) -> Verdict:
-    """The verdict on all outcomes in a ledger; `against` are labels of rows that all are compared with."""
+) -> tuple[Verdict, OutcomeTable]:
+    """The verdict on all outcomes in a ledger, and these; `against` are labels of rows that all are compared with."""
     table = OutcomeTable(suite.scenarios, cells, ledger, rows)
     families, heterogeneous = list(suite.families), suite.heterogeneous_families
     control = [name for name in families if name not in heterogeneous]
@@ -308,7 +312,7 @@ def judge(
             policies=[verdict_row(row, [name], row.settings(name, tuned)) for row in rows],
         )
 
-    return Verdict(
+    verdict = Verdict(
         suite=suite.name,
         default_policy=DEFAULT_POLICY,
         families={name: verdict_family(name) for name in families},
@@ -335,6 +339,7 @@ def judge(
         },
         against=list(against),
     )
+    return verdict, table
 
 
 def note_on(row: Row, suite: Suite) -> str:

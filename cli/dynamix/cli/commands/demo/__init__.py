@@ -30,14 +30,13 @@ from dynamix.cli.arguments import (
 )
 from dynamix.cli.commands.capture import capture
 from dynamix.cli.errors import CommandError, explained
-from dynamix.cli.output import write_json, writing
+from dynamix.cli.output import write_json
 from dynamix.cli.services import SERVICES, ServiceProcess, bus_environment, wait_until_ready
 from dynamix.cli.terminal import ProgressLine, formatted, print_table, sizes_text
 from dynamix.recording.job_view import JobView
 from dynamix.runtime.bus import Bus
 from dynamix.runtime.bus.provision import provision
 from dynamix.runtime.embedded import DIE_WITH_PARENT, EmbeddedServer
-from dynamix.runtime.output_files import whole
 from dynamix.schemas import subjects
 from dynamix.schemas.codec import decode_any
 from dynamix.schemas.streams import FEED
@@ -377,13 +376,13 @@ def draw(runs: Sequence[DemoRun], plan: DemoPlan, path: str) -> None:
     """Write a PNG of the runs to `path`; the first one's sizes are not drawn, since they never change."""
     from matplotlib.figure import Figure
 
+    from dynamix.cli.figures import COLOURS, finish, save
+
     k = plan.window_steps
     figure = Figure(figsize=(12, 8), layout="constrained")
     grid = figure.add_gridspec(len(runs), 2, width_ratios=(1.15, 1))
-    accuracy = figure.add_subplot(
-        grid[:, 0], title="Held-out accuracy", xlabel="training time [s], evaluation left out"
-    )
-    times = figure.add_subplot(grid[-1, 1], sharex=accuracy, title="Step time, median of each window [ms]")
+    accuracy = figure.add_subplot(grid[:, 0])
+    times = figure.add_subplot(grid[-1, 1], sharex=accuracy)
     for run, colour in zip(runs, RUN_COLOURS, strict=False):
         reached = run.time_to_target_s
         label = run.policy + (": target not reached" if reached is None else f": {reached:.1f} s to the target")
@@ -394,22 +393,22 @@ def draw(runs: Sequence[DemoRun], plan: DemoPlan, path: str) -> None:
         windows = [run.steps[first : first + k] for first in range(0, len(run.steps) - k + 1, k)]
         medians = [statistics.median(step.step_time_s * 1000 for step in window) for window in windows]
         times.plot([window[-1].trained_s for window in windows], medians, color=colour, label=run.policy)
-    accuracy.axhline(plan.target_accuracy, color="black", linewidth=0.8, linestyle="--", label="target")
+    accuracy.axhline(plan.target_accuracy, color="black", linewidth=0.8, linestyle="--")
+    place = (0.01, plan.target_accuracy)
+    accuracy.annotate(f"target {plan.target_accuracy:g}", place, xycoords=("axes fraction", "data"), va="bottom")
+    accuracy.set_xlabel("training time [s], evaluation left out")
+    finish(accuracy, from_zero=False, title="Held-out accuracy", ylabel="accuracy")
+    finish(times, title="Step time, median of each window", xlabel="training time [s]", ylabel="ms")
     for row, run in enumerate(runs[1:]):
-        title = f"Local batch sizes, {run.policy}: samples per step"
-        axes = figure.add_subplot(grid[row, 1], sharex=accuracy, title=title)
+        axes = figure.add_subplot(grid[row, 1], sharex=accuracy)
         by_window = run.local_batch_sizes
         starts = [0.0, *(step.trained_s for step in run.steps[k - 1 :: k])][: len(by_window) + 1]
         for rank, sizes in enumerate(zip(*by_window[:1], *by_window, strict=True)):
             label = f"rank {rank}" + (f" ({plan.slowdown:g}x slower)" if rank == plan.slow_rank else "")
-            axes.step(starts, sizes[: len(starts)], where="pre", label=label)
-    for axes in figure.axes:
-        axes.set_ylim(bottom=None if axes is accuracy else 0)
-        axes.legend(fontsize="small", loc="upper left")
-        axes.grid(alpha=0.3)
+            axes.step(starts, sizes[: len(starts)], where="pre", label=label, color=COLOURS[rank % len(COLOURS)])
+        finish(axes, title=f"Local batch sizes, {run.policy}", ylabel="samples per step")
     figure.suptitle(
         f"{plan.num_ranks} ranks, rank {plan.slow_rank} paced {plan.slowdown:g} times slower; "
         f"{plan.local_batch_size} samples each at the start, Fashion-MNIST"
     )
-    with writing(path), whole(Path(path)) as file:
-        figure.savefig(file, dpi=130, format="png")
+    save(figure, path)

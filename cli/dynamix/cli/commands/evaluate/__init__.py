@@ -18,6 +18,7 @@ from dynamix.cli.arguments import (
     add_json_argument,
     add_option,
     add_output_argument,
+    add_png_argument,
     output_path,
 )
 from dynamix.cli.output import TUNED
@@ -50,6 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tuned", metavar="FILE", help="the baselines' settings (default: scenarios/tuned.toml)")
     _add_run_arguments(parser, "dynamix-evaluate.jsonl")
     add_json_argument(parser)
+    add_png_argument(parser, "draw ratios with intervals, and accuracies of the first heterogeneous scenario")
     description = (
         "Choose the baselines' settings on the train scenarios: six settings each, the same scenarios and seeds for "
         "all. Writes the file that `dynamix evaluate` reads them from. Held-out scenarios are never read."

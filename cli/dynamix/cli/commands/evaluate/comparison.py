@@ -11,6 +11,7 @@ from dynamix.cli.arguments import STANDARD_OUTPUT
 from dynamix.cli.errors import INTERRUPTED, MisuseError, explained
 from dynamix.cli.output import TUNED, write_file, write_json
 from dynamix.cli.terminal import UNKNOWN, ProgressLine, duration, formatted, print_table
+from dynamix.lab.comparison.figure import draw
 from dynamix.lab.comparison.rows import (
     BEST_STATIC,
     GOODPUT,
@@ -83,10 +84,13 @@ def evaluate(arguments: argparse.Namespace) -> int:
                 except KeyboardInterrupt:
                     progress.write_line("Interrupted: the verdict is on the finished runs; the same command continues.")
                     exit_code = INTERRUPTED
-            verdict = judge(suite, rows, cells, ledger, tuned, command=command, against=against)
+            verdict, table = judge(suite, rows, cells, ledger, tuned, command=command, against=against)
         if arguments.json != STANDARD_OUTPUT:
             show(verdict)
         write_json(verdict, arguments.json)
+        if arguments.png is not None:
+            drawn = [*suite.heterogeneous_families, *suite.families][0]
+            draw(verdict, table, suite.families[drawn][0].name, Path(arguments.png))
     return exit_code
 
 
