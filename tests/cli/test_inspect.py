@@ -154,11 +154,14 @@ def test_the_exit_code_tells_equal_incomplete_and_unreadable_apart(
 
 
 def test_different_is_one_and_shows_both_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes: list[int] = []
+
     def with_other_sizes(record: Record) -> Record:
         if not Matching("action", 5)(record):
             return record
         action = decode(Action, record.subject, record.payload)
-        other = examples.with_levers(action, local_batch_sizes=(*action.local_batch_sizes[:-1], 54))
+        sizes.extend(action.local_batch_sizes)
+        other = examples.with_levers(action, local_batch_sizes=(*sizes[:-1], sizes[-1] + 1))
         return record._replace(payload=codec.encode(other))
 
     other, target = changed(DEMO, tmp_path / "other.dxc", with_other_sizes), tmp_path / "out.json"
@@ -167,7 +170,7 @@ def test_different_is_one_and_shows_both_sides(tmp_path: Path, capsys: pytest.Ca
     assert "DIFFERENT: of 30 actions 29 are equal byte for byte" in output
     assert "first difference: action for window 5 of generation 0" in output
     row = next(line for line in output.splitlines() if "allocation.local_batch_sizes[3]" in line)
-    assert row.split() == ["allocation.local_batch_sizes[3]", "54", "53"]
+    assert row.split() == ["allocation.local_batch_sizes[3]", str(sizes[3] + 1), str(sizes[3])]
     document = json.loads(target.read_text())
     assert (document["equal"], document["bytes_equal"], document["decisions_equal"]) == (False, False, False)
     assert document["counts"]["differences"][0]["window"] == 5
