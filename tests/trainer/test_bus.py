@@ -322,15 +322,15 @@ async def _until(windows: AsyncIterator[WholeWindow], reached: Callable[[WholeWi
 
 
 def _train_shards(rank: int, layout: str) -> dict[str, Any]:
-    """Train a sharded model until `rule` has moved the global batch twice; errors of each step's gradient."""
+    """Train a sharded model until decisions have moved the global batch twice; errors of each step's gradient."""
     os.environ.update({"DYNAMIX_NODE": NODES[rank // 2], "DYNAMIX_JOB": layout.replace(" ", "-")})
     data, sizes, errors = Numbered(20_000), [], []
-    options: dict[str, Any] = {"policy": "rule", "rate": 0.0, "window_steps": 5, "noise_every": 1, "connect": None}
+    options: dict[str, Any] = {"policy": "random", "rate": 0.0, "window_steps": 5, "noise_every": 1, "connect": None}
     session, model, optimizer = begin_job(data, sharded(layout), **options)
     with session:
         for batch in session.loader:
             sizes.append(session.local_batch_sizes)
-            used = train_step(session, model, optimizer, batch, lambda _, samples: time.sleep(0.01 + 0.001 * samples))
+            used = train_step(session, model, optimizer, batch, lambda _, samples: time.sleep(0.001 * samples))
             found = torch.cat([each.grad.full_tensor().flatten() for each in model.parameters()])
             errors.append(relative_error(found, whole_gradient(data, gathered(used))))
             if len({*map(sum, sizes)}) == 3:
