@@ -8,6 +8,7 @@ from torch import nn
 
 from dynamix import trainer as dynamix
 from dynamix.trainer.gradient.hook import MOST_ALONE
+from dynamix.trainer.session import VERSION
 
 
 def _attach_differently(rank: int) -> None:
@@ -113,3 +114,25 @@ def test_attaching_without_a_process_group_is_refused_where_a_launcher_announced
     model = make_model()
     with pytest.raises(RuntimeError, match="is not initialised: call"):
         begin_job(Numbered(10), model)
+
+
+def _first_batch(**options: object) -> None:
+    session, _, _ = begin_job(Numbered(64), make_model(), connect=False, **options)
+    with session:
+        next(iter(session.loader))
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [("weighting", "x"), ("base_hook", 3), ("gradient_accumulation_steps", 0), ("count_tokens", lambda _: 0.9)],
+)
+def test_a_wrong_value_of_an_argument_is_named(argument: str, value: object) -> None:
+    with pytest.raises((TypeError, ValueError), match=argument):
+        _first_batch(**{argument: value})
+
+
+@pytest.mark.parametrize("saved", [3, {}, {"version": VERSION}])
+def test_what_is_no_state_of_a_session_is_refused(saved: object) -> None:
+    session, _, _ = begin_job(Numbered(64), make_model(), connect=False)
+    with session, pytest.raises(ValueError, match="session state"):
+        session.load_state_dict(saved)  # type: ignore[arg-type]

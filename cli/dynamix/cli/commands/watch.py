@@ -32,7 +32,8 @@ EVERY_S = 10.0
 """Between two lines while nothing new is found."""
 NOTHING = (
     "dynamix watch: no step of a DistributedDataParallel model was seen on all ranks. Train it in the process that "
-    "torchrun starts, by loss.backward() and optimizer.step(); if compiled, compile it before it is wrapped; "
+    "torchrun starts, for more than a second, by loss.backward() and optimizer.step(); a script that attaches has its "
+    "own report; if compiled, compile it before it is wrapped; "
     "on several nodes, that of rank 0 reports"
 )
 

@@ -122,7 +122,7 @@ def attach(
     noise_every: int = 10,
     memory_caps_path: str | Path | None = None,
     connect: BusSettings | Literal[False] | None = None,
-    loggers: Sequence[str | MetricLogger] = (),
+    loggers: str | Sequence[str | MetricLogger] = (),
     **loader_options: Unpack[LoaderOptions],
 ) -> Session:
     """Attach to a training job; a collective call, after `init_process_group` and wrapping the model.

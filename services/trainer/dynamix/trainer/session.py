@@ -605,6 +605,13 @@ class Session:
             return
         if run.started:
             raise RuntimeError("load_state_dict after the first step: attach again to go back in a run")
+        try:
+            self._restore(state)
+        except (AttributeError, KeyError, IndexError, TypeError, msgspec.ValidationError) as error:
+            raise ValueError(f"{error!r} in the session state: pass what session.state_dict() returned") from error
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        run = self._run
         _check_saved(state, run.data)
         position = Position(**state["position"])
         generation, caps = run.identity.generation, run.identity.max_local_batch_sizes
@@ -716,7 +723,8 @@ def _policy_of(run: Run) -> list[Any]:
 def _check_saved(state: dict[str, Any], expected: DataIdentity) -> None:
     """Raise ValueError for a state of another version, or over other data."""
     if state.get("version") != VERSION:
-        raise ValueError(f"session state of version {state.get('version')!r}: this program reads version {VERSION}")
+        version = state.get("version")
+        raise ValueError(f"session state of version {version!r}, not {VERSION}: resume with the program that saved it")
     if (data := DataIdentity(**state["data"])) != expected:
         differing = ", ".join(
             f"{name} {was!r}, now {now!r}"

@@ -240,7 +240,10 @@ class Loader:
     def _hold(self, micro_batch: MicroBatch, batch: Any) -> None:
         """Take a batch that the script gets."""
         if self._count_tokens is not None and micro_batch.num_samples:
-            micro_batch = micro_batch._replace(weight=int(self._count_tokens(batch)))
+            counted: float = checked("count_tokens(batch)", self._count_tokens(batch), float)
+            if counted < 0.0 or not counted.is_integer():
+                raise ValueError(f"count_tokens(batch) is {counted:g}: return the whole number of tokens that count")
+            micro_batch = micro_batch._replace(weight=int(counted))
         self._loop.held.append(micro_batch)
         if len(self._loop.held) == 1:
             self.on_batch(micro_batch)

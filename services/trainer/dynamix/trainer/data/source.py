@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, SequentialSampler
 
+from dynamix.trainer.arguments import AtLeast1, checked
+
 from .loader import LoaderOptions, Source
 from .orders import DistributedOrders, InterleavedOrders, Orders, OwnSampler, Permutations, SampledOrders
 from .stream import StreamOrders
@@ -23,7 +25,8 @@ def source_of(given: Mapping[str, Any], options: LoaderOptions, world_size: int)
         TypeError: when sizes are missing.
         ValueError: when the data cannot be used, or an argument contradicts the loader, naming the fix.
     """
-    data, size, steps = given["data"], given["local_batch_size"], given["gradient_accumulation_steps"]
+    data, size = given["data"], given["local_batch_size"]
+    steps: int = checked("gradient_accumulation_steps", given["gradient_accumulation_steps"], AtLeast1)
     seed = given["seed"] or 0
     if isinstance(data, DataLoader):
         told = ("shuffle", "drop_last", "sampler", *(() if isinstance(data.dataset, IterableDataset) else ("seed",)))

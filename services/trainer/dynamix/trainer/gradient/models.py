@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from dynamix.trainer.arguments import checked
 from dynamix.trainer.exchange.layout import Layout, sharded_groups
 
 Weighting = Literal["auto", "hook", "loss"]
@@ -72,6 +73,7 @@ def averaging_of(models: Sequence[torch.nn.Module], weighting: Weighting, world_
         ValueError: when nothing would average them over the ranks, hooks are asked for without DDP, or an engine would
             weigh them on its own.
     """
+    checked("weighting", weighting, Weighting)
     for model in models:
         if any(cls.__name__ == "DeepSpeedEngine" for cls in type(model).__mro__):
             raise ValueError(

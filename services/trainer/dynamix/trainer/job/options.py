@@ -262,7 +262,7 @@ def options_of(
     if sum(sizes) < 1:
         raise ValueError(f"local_batch_size={sizes!r}: pass at least 1; in a list a rank may have 0 beside others")
     global_batch, base_global_batch_size = given["global_batch"], given["base_global_batch_size"]
-    num_batches = checked("gradient_accumulation_steps", given["gradient_accumulation_steps"], AtLeast1)
+    num_batches = given["gradient_accumulation_steps"]
     lower, upper, window_steps = (
         given[name] for name in ("min_local_batch_size", "max_local_batch_size", "window_steps")
     )
@@ -312,6 +312,8 @@ def _check_hooks(
 ) -> None:
     """Raise ValueError for what the communication hook cannot carry out, saying how to fix it."""
     base_hook = given["base_hook"]
+    if not (base_hook is None or callable(base_hook)):
+        raise TypeError(f"base_hook={base_hook!r}: pass a DDP communication hook, or leave it out")
     if base_hook is not None and (averaging != "hook" or any(map(is_sharded, models))):
         raise ValueError(
             'base_hook is for DistributedDataParallel and weighting="hook": register it on the model yourself'

@@ -42,8 +42,8 @@ class MetricLogger(Protocol):
         """The job has ended: write what is buffered."""
 
 
-def find_loggers(loggers: Sequence[str | MetricLogger], *, rank: int) -> list[MetricLogger]:
-    """Loggers by the names that packages register in the group `dynamix.loggers`, or the objects themselves.
+def find_loggers(loggers: str | Sequence[str | MetricLogger], *, rank: int) -> list[MetricLogger]:
+    """Loggers, or one, by the names that packages register in the group `dynamix.loggers`, or the objects themselves.
 
     They are made in global rank 0, in others only looked up.
 
@@ -52,7 +52,7 @@ def find_loggers(loggers: Sequence[str | MetricLogger], *, rank: int) -> list[Me
     """
     registered = extension_names("dynamix.loggers")
     found = []
-    for logger in loggers:
+    for logger in [loggers] if isinstance(loggers, str) else loggers:
         if isinstance(logger, str) and logger not in registered:
             raise ValueError(
                 f"no installed package registers a metric logger {logger!r} (group dynamix.loggers): known are "
