@@ -94,15 +94,17 @@ def clock(case: str, arm: str, base: str = "plain") -> Interval | None:
 
 
 def paper(column: str) -> Panels:
-    """A column of the paper's experiments by policy, each part of a table under its own title."""
+    """A column of the paper's experiments by policy, each part of a table under its own title; to the last accuracy."""
     found: Panels = {}
     for name in PAPER:
         table = Results(name)
         for row in (row for row in table.rows if "policy" in row):
             part = [*row.values()][: [*row].index("policy")]
             job = " ".join([TITLES.get(name, name.removeprefix("paper-").replace("static", "small CNN")), *part])
-            title = f"{job}, {row['missed'].split()[-1]} seeds".replace(" 1 seeds", " 1 seed")
-            found.setdefault(title, {})[row["policy"]] = table.at(*part, row["policy"], column)
+            title = f"{job}, {row.get('missed', '1').split()[-1]} seeds".replace(" 1 seeds", " 1 seed")
+            last = [each for each in row if each.startswith("vs static@64") and each.endswith("%")] or [column]
+            read = column if column in row else last[-1]
+            found.setdefault(title, {})[row["policy"]] = table.at(*part, row["policy"], read)
     return found
 
 
