@@ -30,6 +30,7 @@ def test_it_writes_a_policy_of_the_preset_as_it_was_changed_and_says_what_it_is_
 ) -> None:
     output, figures = tmp_path / "mine.safetensors", tmp_path / "learned.json"
     arguments = ["--policy", "mine", "--seed", "3", "-o", str(output), "--json", str(figures)]
+    arguments += ["--png", str(tmp_path / "a.png")]
     for one in ("formula=paper-adam", "delta=0", "objective=simplified"):
         arguments += ["--set", one]
     assert main(["learn", "--scenarios", str(scenarios), *arguments, *TINY]) == 0
@@ -43,4 +44,9 @@ def test_it_writes_a_policy_of_the_preset_as_it_was_changed_and_says_what_it_is_
     content = json.loads(figures.read_text())
     assert [row["update"] for row in content["updates"]] == [1, 2, 3]
     assert content["metadata"]["scores"] == metadata.scores
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["learned.json", "mine.safetensors", "scenarios"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "a.png",
+        "learned.json",
+        "mine.safetensors",
+        "scenarios",
+    ]

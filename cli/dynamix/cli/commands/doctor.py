@@ -329,7 +329,7 @@ async def is_alive(settings: BusSettings, service: str, environ: Mapping[str, st
         return False
 
 
-# --- eBPF: what the probe needs, the probe that the collector takes, and a trial
+# --- eBPF: what the probe needs, and a trial
 
 OLDEST = (5, 8)
 """CAP_BPF and CAP_PERFMON; links came with 5.7."""
@@ -343,7 +343,7 @@ HOW_TO_GRANT = (
     "systemd, containers and setpriv"
 )
 HOW_TO_BE_ACCEPTED = (
-    "what lacks above; a kernel with CONFIG_BPF_SYSCALL and CONFIG_CGROUP_BPF; no rootless container or sandbox; a "
+    "what is missing; a kernel with CONFIG_BPF_SYSCALL and CONFIG_CGROUP_BPF; no rootless container or sandbox; a "
     "system call filter that allows it (SystemCallFilter=bpf; Docker 23 and containerd 1.7 or newer do, with CAP_BPF); "
     "of a security module the kernel's log says more"
 )

@@ -118,7 +118,8 @@ def draw(history: "Sequence[LearningUpdate]", path: str) -> None:
     figure = Figure(figsize=(9, 9), layout="constrained")
     names = ("mean_return", "validation_vs_rule", "entropy", "explained_variance", "approx_kl", "clipfrac")
     for name, axes in zip(names, figure.subplots(3, 2, sharex=True).flat, strict=True):
-        points = [(row.update, getattr(row, name)) for row in history if getattr(row, name) is not None]
+        values = [(row.update, getattr(row if hasattr(row, name) else row.stats, name)) for row in history]
+        points = [(update, value) for update, value in values if value is not None]
         if points:
             axes.plot(*zip(*points, strict=True), marker=".")
         finish(axes, from_zero=False, title=name, xlabel="update")

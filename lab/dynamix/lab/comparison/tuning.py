@@ -1,6 +1,6 @@
 """Choose the settings of the baselines on TRAIN scenarios, with the same budget for each of them.
 
-Every baseline gets six settings (`scenarios/rows/tune.toml`), every setting the same scenarios and seeds. The score is
+Every baseline gets six settings (`scenarios/rows/tune*.toml`), every setting the same scenarios and seeds. The score is
 the geometric mean of the times to the target, a miss counted as the time limit. The best setting is kept per family,
 and over all train scenarios for families that have no train part. Held-out scenarios are never read.
 """

@@ -107,7 +107,7 @@ class Step(NamedTuple):
     traffic: StepTraffic | None
     """What was sent in it, unless that was uncoded gradients by all-reduces."""
     shares_times: bool
-    """Whether the ranks know each other's times."""
+    """Whether the ranks share their times after it: of one that is not local, or of a round."""
 
 
 class WindowRecorder:
@@ -415,7 +415,8 @@ class VirtualCluster:
         )
         sent = () if step.is_local and not traffic else traffic
         tracks = self._schedule.allocation_at(plan.step).split == "tracking"
-        self._recorder.steps.append(Step(plan, sums, timing, conditions, sent, tracks))
+        shares_times = tracks and rounds.num_steps == 0
+        self._recorder.steps.append(Step(plan, sums, timing, conditions, sent, shares_times))
         self._evaluate(self.time_s + timing.step_s)  # what was due before the step's end saw the parameters before it
         if step.is_local:
             rounds.end_step(timing, step)
@@ -424,7 +425,7 @@ class VirtualCluster:
         self.time_s += timing.step_s
         self.position = following
         self._schedule.drop_before(plan.step)
-        if tracks and rounds.num_steps == 0:
+        if shares_times:
             seconds, counts = timing.seconds_per_sample(plan.counts.values), plan.counts.values
             if step.is_local:
                 seconds, counts = rounds.ended_times

@@ -231,7 +231,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def optimizer_family(self) -> OptimizerFamily:
-        """The kind that formulas tell apart."""
+        """The family in the formulas of rewards."""
         return "sgd" if self.optimizer == "sgd" else "adam"
 
     @property

@@ -60,7 +60,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     tuning = actions.add_parser("tune", help="choose the baselines' settings", description=description)
     what = "a directory of scenario files (default: the train scenarios)"
     tuning.add_argument("--scenarios", metavar="DIR", help=what)
-    what = "a TOML file with a table [[row]] for each setting (default: six of each baseline, scenarios/rows/tune.toml)"
+    what = (
+        "a TOML file with a table [[row]] for each setting (default: six of each baseline, scenarios/rows/tune*.toml)"
+    )
     tuning.add_argument("--rows", metavar="FILE", help=what)
     what = "tune the baselines that decide the gradient exchange, in jobs that permit this"
     tuning.add_argument("--exchange", choices=("lossy", "local"), help=what)

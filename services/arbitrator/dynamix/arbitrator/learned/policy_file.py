@@ -192,6 +192,8 @@ def _content_of(data: bytes) -> tuple[PolicyMetadata, dict[str, Array]]:
     if metadata.format != FORMAT:
         raise PolicyFileError(f"format {metadata.format}, this program reads {FORMAT}")
     for name, array in tensors.items():
+        if array.dtype not in (np.float32, np.float64, np.int64):
+            raise PolicyFileError(f"{name} is of type {array.dtype}: use float32, float64 or int64")
         if not np.isfinite(array).all():
             raise PolicyFileError(f"tensor {name!r} holds numbers that are not finite")
         if name.endswith(_NEVER_NEGATIVE) and (array < 0).any():

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal, NamedTuple
@@ -32,7 +32,7 @@ from dynamix.arbitrator.learned.policy_file import (
 from dynamix.arbitrator.learned.policy_store import PolicyStore
 from dynamix.arbitrator.policies.registry import policy_names
 from dynamix.arbitrator.policies.rule import COMPLETED
-from dynamix.runtime.bus import Bus, BusMessage, FailoverWait
+from dynamix.runtime.bus import Bus, BusError, BusMessage, FailoverWait
 from dynamix.runtime.die_with_parent import begin_worker
 from dynamix.runtime.metrics import Scrape
 from dynamix.runtime.service import Context
@@ -59,6 +59,9 @@ COUNTERS = {
 GAUGES = {"version": "newest version of the policy"}
 SIGNATURES: tuple[Signature, ...] = ("reward-plateau", "reward-collapse", "value-unexplained")
 """Failure signatures of a learning curve."""
+
+STALL_TIMEOUT_S = 60.0
+"""Longest time without a message while stored ones are read."""
 
 Refuse = Callable[[BusMessage, str], Awaitable[None]]
 
@@ -188,6 +191,16 @@ def ended_by(job: Job, running: dict[str, Job], policy: str, pattern: str) -> li
     ]
 
 
+@contextlib.asynccontextmanager
+async def stall_limit(fault: str) -> AsyncIterator[asyncio.Timeout]:
+    """Raise BusError with this fault after `STALL_TIMEOUT_S`: messages may be purged while they are read."""
+    try:
+        async with asyncio.timeout(STALL_TIMEOUT_S) as limit:
+            yield limit
+    except TimeoutError:
+        raise BusError(f"{fault} within {STALL_TIMEOUT_S:g} s") from None
+
+
 async def collect(bus: Bus, job: Job, *, grace_s: float, refuse: Refuse) -> Recording | None:
     """The recorded messages of a generation that is over; `None` when the intake was stopped meanwhile.
 
@@ -208,9 +221,11 @@ async def collect(bus: Bus, job: Job, *, grace_s: float, refuse: Refuse) -> Reco
     async def read(stream: str, wanted: str) -> int:
         """Add all stored messages of a filter; the sequence of the last one."""
         last = 0
-        async for message in bus.stored(stream, [wanted]):
-            await add(message)
-            last = message.sequence
+        async with stall_limit(f"{stream} did not deliver {wanted}") as limit:
+            async for message in bus.stored(stream, [wanted]):
+                limit.reschedule(asyncio.get_running_loop().time() + STALL_TIMEOUT_S)
+                await add(message)
+                last = message.sequence
         return last
 
     await read(FEED.name, subjects.of("state", job.job, subjects.ANY))

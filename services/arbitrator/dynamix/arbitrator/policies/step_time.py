@@ -279,7 +279,7 @@ class StepTimeFit(msgspec.Struct, frozen=True, array_like=True):
     - Slope of exposed communication over compute: pairs between which the slowest compute time changed. It is a local
       slope of a bent line, so that far jumps count no more than near ones, and old pairs are soon forgotten. While they
       tell little it is what ranks of this noise wait for each other, unless these share their times.
-    - Waiting, kappa, where they do: how much longer than 1.1 c(B) all computing took, over c(B)^2.
+    - Waiting, kappa, only where ranks share their times: compute time beyond 1.1 c(B), over c(B)^2.
     - Noise: relative changes of a rank's times that no model of constant speed explains, the median of all ranks. Where
       processors are shared out in time slices it is a sixth of a window's mean and more. The noisier, the more changes
       are averaged instead of believed, and the more pairs it takes to be sure of a fixed cost.

@@ -96,7 +96,7 @@ class _Loop:
     """Batches of the steps that ended."""
     num_in_step: int = 0
     plans: tuple[Any, ...] = ()
-    """What the sampler had of it when another loop began."""
+    """State of the sampler when another loop began."""
 
 
 class Loader:

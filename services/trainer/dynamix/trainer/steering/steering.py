@@ -33,6 +33,7 @@ from dynamix.trainer.measurement.meter import ROWS, Gains, RankMeter, job_totals
 
 from .beginning import NUM_TIMED, begun_exchange
 from .collectives import Collectives
+from .fast_loop import STEADY_EVERY
 from .offers import Offers
 from .run import Run
 
@@ -73,7 +74,7 @@ class Steering:
         self._waited_s: float | None = None
         """Waiting for slower ranks in the window, as far as the ranks have shared their times."""
         self._timed_waits: list[float] = []
-        """It in each of the steps timed first."""
+        """Waiting in each of the first steps, which are timed."""
         self._shared_step = -1
         """Newest step whose times were shared."""
 
@@ -191,10 +192,14 @@ class Steering:
         if not counts or any(
             count and not 0.0 < each < math.inf for each, count in zip(seconds_per_sample, counts, strict=True)
         ):
+            self._shared_step = step
             return  # a rank did not know its time yet
         times_s = list(map(operator.mul, seconds_per_sample, counts))
         waited_s = max(times_s) - times_s[run.place.rank]
-        self._waited_s = (self._waited_s or 0.0) + waited_s * (step - self._shared_step)  # in each step of a round
+        number = min(step - self._shared_step, max(run.schedule.allocation_at(step).exchange.every, STEADY_EVERY))
+        self._waited_s = (
+            self._waited_s or 0.0
+        ) + waited_s * number  # also of the steps since the last that was measured
         self._shared_step = step
         if run.last_timed is not None and step <= run.last_timed:
             self._timed_waits.append(waited_s)
