@@ -75,9 +75,12 @@ def _search(rank: int, caps: Path) -> dict[str, Any]:
 def test_ranks_agree_on_what_the_memory_of_each_holds(tmp_path: Path) -> None:
     results = run_ranks(_search, 2, tmp_path / "caps")
     for result in results:
-        assert result["bounds"] == ((55, 20), (55, 16))
-        assert (result["sizes"][:3], result["sizes"][-1]) == ([(16, 16)] * 3, (12, 20))
-        assert all(sum(sizes) == 32 and sizes[1] <= 16 for sizes in result["resumed"])
+        last = result["sizes"][-1]  # by measured times, within the bound
+        assert (result["sizes"][:3], sum(last)) == ([(16, 16)] * 3, 32)
+        assert 16 < last[1] <= 20
+        bound = int(0.8 * last[1])
+        assert result["bounds"] == ((55, 20), (55, bound))
+        assert all(sum(sizes) == 32 and sizes[1] <= bound for sizes in result["resumed"])
     assert results[0]["first"] == (55, 20)
     assert results[0]["refused"] > 0
 
