@@ -303,7 +303,7 @@ class VirtualCluster:
         fewest, most = self._options.min_local_batch_size, self._identity.max_local_batch_sizes
         self._fast_loop = FastLoop(self._schedule, fewest, most)
         self._exposed_s: list[float] = []
-        """What each of the first steps took beyond its slowest rank's computing."""
+        """Time of each of the first steps beyond its slowest rank's computing."""
         self._decided = False
         """Whether the next step is the first one with another allocation."""
         self._reporters = [

@@ -298,7 +298,7 @@ class JobLevers:
 
 
 def facts_of(jobs: Sequence[Any], num_windows: Array64) -> Columns:
-    """What `lever_inputs` and `Levers.moved` need to know of jobs, or scenarios, beside what their windows show."""
+    """Facts of a job or scenario that `lever_inputs` and `Levers.moved` need beside its windows."""
 
     def of(number: Callable[[Any], float]) -> Array64:
         return np.array([float(number(job)) for job in jobs])

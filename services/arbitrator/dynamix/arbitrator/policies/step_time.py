@@ -179,7 +179,7 @@ class Window(NamedTuple):
     rest_s: float
     num_steps: int
     waited_s: float = math.nan
-    """What the rank that waits least waited for slower ones; NaN where ranks do not share their times."""
+    """Waiting for slower ranks, of the rank that waits least; NaN where ranks do not share their times."""
 
 
 _BELIEVED = (1e-9, 1e12)
@@ -202,8 +202,8 @@ def window_of(job: Job, obs_WF: Array32, global_F: Array32) -> Window:
     sync_s = np.where(column(obs_WF, "sync_time_s") == 0, 0.0, believed("sync_time_s"))
     usable = np.isfinite(num_samples) & np.isfinite(compute_s) & (column(obs_WF, "age_windows") == 0)
     rest_s, least_s = np.maximum(step_s - compute_s - sync_s, 0.0), of_known(np.min, sync_s[usable])
-    not_waited_s = (sync_s - column(obs_WF, "waiting_time_s"))[usable]
-    shared_s = float(np.median(not_waited_s).clip(0.0, least_s)) if not_waited_s.size else math.nan
+    communication_s = (sync_s - column(obs_WF, "waiting_time_s"))[usable]
+    shared_s = float(np.median(communication_s).clip(0.0, least_s)) if communication_s.size else math.nan
     return Window(
         samples_W=np.where(usable, num_samples / num_steps, np.nan),
         compute_W=np.where(usable, compute_s, np.nan),
