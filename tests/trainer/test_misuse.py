@@ -136,3 +136,20 @@ def test_what_is_no_state_of_a_session_is_refused(saved: object) -> None:
     session, _, _ = begin_job(Numbered(64), make_model(), connect=False)
     with session, pytest.raises(ValueError, match="session state"):
         session.load_state_dict(saved)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("own_steps", [0, 1])
+def test_a_script_that_also_advances_a_scheduler_of_the_session_is_warned_once(
+    own_steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    session, model, optimizer = begin_job(Numbered(64), make_model(), connect=False)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=100)
+    session.schedule(scheduler)
+    scheduler.load_state_dict(scheduler.state_dict() | {"last_epoch": 3})  # as one resumes: no reason to warn
+    with session:
+        for batch in session.loader:
+            train_step(session, model, optimizer, batch)
+            for _ in range(own_steps):
+                scheduler.step()
+    warnings = [text for text in caplog.messages if "beside session.schedule" in text]
+    assert len(warnings) == own_steps

@@ -91,18 +91,21 @@ def correct_second_moments(
 _log = logging.getLogger("dynamix.trainer")
 
 MAX_UNSCHEDULED_CHANGES = 2
-"""Changes of a learning rate in the middle of epochs until it counts as a schedule by steps."""
+"""Changes of a learning rate in the middle of epochs until it counts as a schedule by steps of the script's."""
 
 
 class Schedulers:
     """Schedulers of the user that advance by reference steps (`data.plan.ReferenceSteps`)."""
 
     def __init__(self) -> None:
-        self._schedulers: list[LRScheduler] = []
+        self._left_at: dict[LRScheduler, int] = {}
+        """The count of each after it was advanced."""
         self._num_done = 0
+        self._num_foreign = 0
+        """Advances before which the script had moved a scheduler."""
 
     def __bool__(self) -> bool:
-        return bool(self._schedulers)
+        return bool(self._left_at)
 
     def add(self, scheduler: LRScheduler, reference_steps: float) -> None:
         """Advance this one too, from where the run stands.
@@ -115,9 +118,9 @@ class Schedulers:
                 f"session.schedule takes a torch.optim.lr_scheduler.LRScheduler that counts steps: call the step "
                 f"method of a {type(scheduler).__name__} yourself"
             )
-        if not self._schedulers:
+        if not self._left_at:
             self.begin(reference_steps)
-        self._schedulers.append(scheduler)
+        self._left_at[scheduler] = scheduler.last_epoch
 
     def begin(self, reference_steps: float) -> None:
         """Count from here on: the schedulers stand where the run stands."""
@@ -126,14 +129,24 @@ class Schedulers:
     def advance(self, reference_steps: float) -> None:
         """Step them for every whole reference step that has been completed."""
         due = math.floor(reference_steps)
-        for _ in range(due - self._num_done):
-            for scheduler in self._schedulers:
+        if due <= self._num_done:
+            return
+        if any(scheduler.last_epoch != left_at for scheduler, left_at in self._left_at.items()):
+            self._num_foreign += 1  # once when its state is loaded
+            if self._num_foreign == MAX_UNSCHEDULED_CHANGES + 1:
+                _log.warning(
+                    "the script calls scheduler.step() beside session.schedule(scheduler), so that the learning rate "
+                    "moves too fast: remove its call"
+                )
+        for scheduler in self._left_at:
+            for _ in range(due - self._num_done):
                 scheduler.step()
-        self._num_done = max(due, self._num_done)
+            self._left_at[scheduler] = scheduler.last_epoch
+        self._num_done = due
 
     def drives(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether a scheduler sets the learning rate of an optimizer."""
-        return any(scheduler.optimizer is optimizer for scheduler in self._schedulers)
+        return any(scheduler.optimizer is optimizer for scheduler in self._left_at)
 
 
 MAX_IDLE_STEPS = 20
