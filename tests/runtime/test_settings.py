@@ -76,7 +76,7 @@ def test_keys_of_other_components_and_programs_are_left_alone() -> None:
         ("DYNAMIX_NOED", "1", "unknown setting DYNAMIX_NOED: did you mean DYNAMIX_NODE"),
         ("DYNAMIX_REWARD_ALPHA", "many", "DYNAMIX_REWARD_ALPHA='many': Expected `float`"),
         ("DYNAMIX_REWARD_WINDOW_STEPS", "0", "DYNAMIX_REWARD_WINDOW_STEPS='0': Expected `int` >= 1"),
-        ("DYNAMIX_REWARD_FORMULA", "rmsprop", "DYNAMIX_REWARD_FORMULA='rmsprop': Invalid enum value"),
+        ("DYNAMIX_REWARD_FORMULA", "rmsprop", "DYNAMIX_REWARD_FORMULA='rmsprop': use one of sgd, adam"),
         ("DYNAMIX_REWARD_SIZES", "1,x", "DYNAMIX_REWARD_SIZES='1,x': Expected `int`"),
     ],
 )

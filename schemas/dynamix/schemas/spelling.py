@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from typing import Any, Literal, get_args, get_origin
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -14,3 +15,9 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     near = nearest(name, names)
     return f": did you mean {near}?" if near is not None else f": known are {', '.join(names) or 'none'}"
+
+
+def choices(kind: Any) -> str:
+    """`use one of ...` for a type that is, or holds, a `Literal`; empty for others."""
+    literals = [part for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
+    return f"use one of {', '.join(str(each) for part in literals for each in get_args(part))}" if literals else ""

@@ -14,14 +14,14 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
 from dynamix.runtime.credentials import Credential, read_credential
 from dynamix.runtime.input_files import check_regular, read_secret
-from dynamix.schemas.spelling import suggestion
+from dynamix.schemas.spelling import choices, suggestion
 from dynamix.schemas.subjects import check_token
 
 PREFIX = "DYNAMIX_"
@@ -77,7 +77,7 @@ class SharedSettings(msgspec.Struct, frozen=True, kw_only=True):
     """This machine's name on the bus; collector and ranks of one machine must agree. Default: from the host name."""
     instance: str = ""
     """Tells two processes of one service apart. Default: the node's name."""
-    log_level: str = "info"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
     """debug, info, warning or error."""
     job: str = ""
     """The job that a training process belongs to; `dynamix train` sets it."""
@@ -93,14 +93,9 @@ class SharedSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"stuck_after_s must be 0 (never) or at least 1 second, not {self.stuck_after_s:g}")
         if not 0 <= self.metrics_port <= MAX_PORT:
             raise ValueError(f"metrics_port must be 0 (none) to {MAX_PORT}, not {self.metrics_port}")
-        if self.log_level not in LOG_LEVELS:
-            raise ValueError(f"log_level must be one of {', '.join(LOG_LEVELS)}, not {self.log_level!r}")
         for token in (self.node, self.instance, self.job):
             if token:
                 check_token(token)
-
-
-LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def read_supervisor(environ: Mapping[str, str]) -> tuple[str, float]:
@@ -162,7 +157,8 @@ def read(struct: type[S], component: str, environ: Mapping[str, str], flags: Map
             values[field.name] = msgspec.convert(parts, field.type, strict=False)
         except msgspec.ValidationError as error:
             is_secret = any(word in key.upper() for word in ("PASSWORD", "TOKEN"))
-            raise SettingsError(f"{key}={'***' if is_secret else repr(text)}: {error}") from error
+            fault = choices(field.type) or error
+            raise SettingsError(f"{key}={'***' if is_secret else repr(text)}: {fault}") from error
     try:
         return struct(**values)
     except ValueError as error:

@@ -1,9 +1,11 @@
 """Checks of a script's arguments by the type and the bounds that they are declared with."""
 
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
+
+from dynamix.schemas.spelling import choices
 
 AtLeast0 = Annotated[int, Meta(ge=0)]
 AtLeast1 = Annotated[int, Meta(ge=1)]
@@ -19,5 +21,4 @@ def checked(name: str, value: Any, kind: Any) -> Any:
     try:
         return msgspec.convert(value.tolist() if hasattr(value, "tolist") else value, kind)
     except msgspec.ValidationError as error:
-        fault = f"use one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else str(error)
-        raise ValueError(f"{name}={value!r}: {fault}") from None
+        raise ValueError(f"{name}={value!r}: {choices(kind) or error}") from None
