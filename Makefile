@@ -132,7 +132,7 @@ $(OTHERS)/.installed: bench/others.txt $(wildcard bench/adaptdl/*) $(STAMP)
 	@touch $@
 
 others: $(OTHERS)/.installed data ## other people's programs on the hosts of make cluster; root, hours; killed, it goes on
-	OMP_NUM_THREADS=1 $(OTHERS)/bin/python -m bench.cluster --name others --csv docs/results --target 0.82 --grid 2 \
+	OMP_NUM_THREADS=1 $(OTHERS)/bin/python -m bench.cluster --name others --csv docs/results --seeds 6 --target 0.82 --grid 2 \
 	    $(addprefix --case ,unequal-processors slow-links equal) $(addprefix --arm ,plain rule static-local rule-local adaptdl \
 	    torchft-local torchft-diloco accelerate-local torch-post-local torch-powersgd omnilearn hivemind) $(ARGS)
 
