@@ -145,6 +145,7 @@ def test_a_script_that_also_advances_a_scheduler_of_the_session_is_warned_once(
     session, model, optimizer = begin_job(Numbered(64), make_model(), connect=False)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=100)
     session.schedule(scheduler)
+    session.schedule(torch.optim.lr_scheduler.ChainedScheduler([torch.optim.lr_scheduler.ConstantLR(optimizer)]))
     scheduler.load_state_dict(scheduler.state_dict() | {"last_epoch": 3})  # as one resumes: no reason to warn
     with session:
         for batch in session.loader:

@@ -91,7 +91,7 @@ def correct_second_moments(
 _log = logging.getLogger("dynamix.trainer")
 
 MAX_UNSCHEDULED_CHANGES = 2
-"""Changes of a learning rate in the middle of epochs until it counts as a schedule by steps of the script's."""
+"""Changes of a learning rate in the middle of epochs, or of a scheduler that the session drives, without a warning."""
 
 
 class Schedulers:
@@ -120,7 +120,7 @@ class Schedulers:
             )
         if not self._left_at:
             self.begin(reference_steps)
-        self._left_at[scheduler] = scheduler.last_epoch
+        self._left_at[scheduler] = _count(scheduler)
 
     def begin(self, reference_steps: float) -> None:
         """Count from here on: the schedulers stand where the run stands."""
@@ -131,7 +131,7 @@ class Schedulers:
         due = math.floor(reference_steps)
         if due <= self._num_done:
             return
-        if any(scheduler.last_epoch != left_at for scheduler, left_at in self._left_at.items()):
+        if any(_count(scheduler) != left_at for scheduler, left_at in self._left_at.items()):
             self._num_foreign += 1  # once when its state is loaded
             if self._num_foreign == MAX_UNSCHEDULED_CHANGES + 1:
                 _log.warning(
@@ -141,12 +141,16 @@ class Schedulers:
         for scheduler in self._left_at:
             for _ in range(due - self._num_done):
                 scheduler.step()
-            self._left_at[scheduler] = scheduler.last_epoch
+            self._left_at[scheduler] = _count(scheduler)
         self._num_done = due
 
     def drives(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether a scheduler sets the learning rate of an optimizer."""
         return any(scheduler.optimizer is optimizer for scheduler in self._left_at)
+
+
+def _count(scheduler: LRScheduler) -> int:
+    return getattr(scheduler, "last_epoch", 0)  # a ChainedScheduler has none
 
 
 MAX_IDLE_STEPS = 20
