@@ -405,7 +405,7 @@ def _row(case: Case, arm: str, ranks: Sequence[ArmTimings], first_s: float) -> t
 
 
 def _targets(kind: str, case: Case, row: Sequence[Cell]) -> Iterator[Target]:
-    """What must be right in every case, and the speed-ups that are asked of some."""
+    """Conditions that must hold in every case, and the speed-ups that are asked of some."""
     arm, speedup, error, alike = str(row[6]), row[10], row[13], row[14]
     assert isinstance(speedup, float)
     assert isinstance(error, float)

@@ -111,7 +111,7 @@ class Flood(NamedTuple):
 
     what: str
     full: int
-    """How many make the full size."""
+    """Number that makes the full size."""
     send: Sender
     """Sends so many as fast as the broker takes them; the seconds that it took."""
     user: str = HOSTILE

@@ -263,7 +263,7 @@ class Other(NamedTuple):
 
     @property
     def source(self) -> str:
-        """What determines its runs."""
+        """Text that determines its runs."""
         versions = Path(__file__).with_suffix(".txt").read_text()
         return versions + self.service + "".join(inspect.getsource(one) for one in (self.train, self.shared) if one)
 

@@ -54,7 +54,7 @@ from dynamix.reward.formula import Weights
 from dynamix.runtime.extensions import extension_names
 
 Changes = Mapping[str, Any]
-"""Of fields of a scenario, or of a learning plan."""
+"""Fields of a scenario, or of a learning plan, with other values."""
 
 
 # --- the experiments -------------------------------------------------------------------------------------------------
@@ -62,9 +62,9 @@ Changes = Mapping[str, Any]
 SPEEDS = (4000.0, 2000.0, 1000.0, 500.0)
 """Samples per second of the four kinds of workers."""
 LEARNING_RATES = {"sgd": 0.1, "adam": 0.002, "adamw": 0.002}
-"""For a global batch of 512, as in the scenarios."""
+"""Rates for a global batch of 512, as in the scenarios."""
 BASE = "static@64"
-"""What every time to a target is compared with."""
+"""Row with which every time to a target is compared."""
 STATICS = ("static@32", "static@64", "static@128")
 """The published baselines."""
 ROWS = (BASE, "random", "goodput", "rule")
@@ -103,10 +103,10 @@ class Learning(NamedTuple):
 
     policy: str
     name: str
-    """Of the cluster that it is learned on."""
+    """Name of the cluster that it is learned on."""
     cluster: Changes = MappingProxyType({})
     plan: Changes = MappingProxyType({})
-    """Of the learning plan, such as `weights`."""
+    """Changes of the learning plan, such as `weights`."""
 
 
 class Group(NamedTuple):
@@ -115,7 +115,7 @@ class Group(NamedTuple):
     titles: tuple[Cell, ...]
     """First cells of each row."""
     name: str
-    """Of the cluster."""
+    """Name of the cluster."""
     rows: Sequence[str]
     cluster: Changes = MappingProxyType({})
     learned: tuple[Learning, ...] = ()
@@ -335,9 +335,9 @@ class Laboratory:
         self.scale, self._directory, self._jobs, self._data, self._known = scale, directory, jobs, data, known
         chosen = scenario_root() / TUNED_FILE
         self.tuned_by_family = read_tuned(chosen) if chosen.exists() else Tuned()
-        """What `dynamix evaluate tune` chose, for experiments on its own scenarios."""
+        """Choices of `dynamix evaluate tune`, for experiments on its own scenarios."""
         self._tuned = Tuned(overall=self.tuned_by_family.overall)
-        """What it chose over all families: the clusters of most experiments are no family of its."""
+        """Its choices over all families: the clusters of most experiments are no family of its."""
         directory.mkdir(parents=True, exist_ok=True)
 
     def cluster(self, name: str, changes: Changes) -> Scenario:
@@ -420,7 +420,7 @@ class Laboratory:
 
 
 def _row_text(label: str) -> str:
-    """What `dynamix evaluate` takes for a row, from its label in tables: `goodput+track@32`."""
+    """A row as `dynamix evaluate` takes it, from its label in tables: `goodput+track@32`."""
     label, _, exchange = label.partition("/exchange=")
     head, _, size = label.partition("@")
     name, _, options = head.partition(":")

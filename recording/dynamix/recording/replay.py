@@ -73,7 +73,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     sequence: int | None = None
     """Sequence of the recorded message in its stream."""
     fields: dict[str, tuple[str, str]] = {}
-    """What differs, recorded and replayed, by path."""
+    """Fields that differ, recorded and replayed, by path."""
 
     @property
     def key(self) -> WindowKey:

@@ -46,7 +46,7 @@ JOBS = Stream(
 )
 """Rank 0 publishes its specification again when it is missing."""
 REPORTS = Stream(name="REPORTS", max_age_s=DAY_S, max_bytes=384 * MIB, max_messages_per_subject=4096)
-"""What trainers measured, for the collectors of their nodes. A stream of its own, so that a flood of reports does not
+"""Measurements of trainers, for the collectors of their nodes. A stream of its own, so that a flood of reports does not
 delay what services send each other."""
 FEED = Stream(
     name="FEED",

@@ -44,7 +44,7 @@ class Kind(NamedTuple):
     """Services that read it; the watcher may, too."""
     meaning: str
     rank: str = ""
-    """Which rank of a job sends or receives it, where the trainer does."""
+    """The rank of a job that sends or receives it, where the trainer does."""
 
     @property
     def carrier(self) -> str:

@@ -22,7 +22,7 @@ DATA, BETWEEN, COMPUTE, SYNC, UPDATE = range(5)
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What one rank did since its last row."""
+    """Work of one rank since its last row."""
 
     restart: int
     rank: int

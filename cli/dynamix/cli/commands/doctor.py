@@ -353,7 +353,7 @@ SO_COOKIE = 57
 """asm-generic/socket.h; Python has no name for it."""
 
 Finding = tuple[str, str]
-"""What was found, and the fix, empty when nothing is missing."""
+"""A fact that was found, and the fix, empty when nothing is missing."""
 
 
 def programs(root: Path = Path("/"), system: os.uname_result | None = None) -> list[DoctorCheck]:

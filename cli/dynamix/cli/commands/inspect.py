@@ -76,7 +76,7 @@ class Inspection(msgspec.Struct):
     end: CaptureEnd | None = None
     """`None` where the capture is damaged or cut off."""
     fault: str = ""
-    """What is damaged, or where the file is cut off; empty for a whole file."""
+    """The damage, or where the file is cut off; empty for a whole file."""
     num_records: int = 0
     num_payload_bytes: int = 0
     kinds: Counter[str] = msgspec.field(default_factory=Counter)

@@ -133,7 +133,7 @@ class DashboardServer:
         return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
     async def _event_stream(self, fleet: Fleet, name: str) -> AsyncIterator[bytes]:
-        """What changed since the reader's last event, at most every `MIN_INTERVAL_S`; the overview each second."""
+        """Changes since the reader's last event, at most every `MIN_INTERVAL_S`; the overview each second."""
         overview_due_s, since = 0.0, 0
         self._num_readers += 1
         try:

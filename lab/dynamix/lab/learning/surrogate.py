@@ -56,9 +56,9 @@ UNKNOWN = 0.03
 CHANGED = math.log(1.25)
 """Two times in a row that agree within this factor are a rank's new speed."""
 REWARD_SCALE = 0.1
-"""Of log2, so that discounted returns are about 1."""
+"""Factor on log2, so that discounted returns are about 1."""
 INT8_BYTES = 0.26
-"""Of a gradient's, with the scales of its blocks."""
+"""Share of a gradient's bytes, with the scales of its blocks."""
 
 
 class SurrogateJobs:
@@ -125,7 +125,7 @@ class SurrogateJobs:
         """The accuracy that each rank saw last."""
         self._round_every, self._round_steps = np.ones(num_jobs), np.zeros(num_jobs)
         self._round_s, self._round_samples = np.zeros(shape), np.zeros(shape)
-        """Of the round of local steps that goes on."""
+        """Sums of the round of local steps that goes on."""
         self._rate = 1.0 / self._s_per_sample
         """The split's belief: samples per second of each rank."""
         self._newest = np.full(shape, np.nan)
@@ -301,7 +301,7 @@ class SurrogateTask(NamedTuple):
     """The file."""
     num_windows: int
     weights: Weights | None
-    """Of the published reward; `None`: progress per second."""
+    """Weights of the published reward; `None`: progress per second."""
 
     @property
     def name(self) -> str:

@@ -174,7 +174,7 @@ class VirtualClock:
             [worker.bandwidth_mbit_s or network.bandwidth_mbit_s for worker in workers]
         )
         self._bandwidth = np.minimum.reduceat(bandwidth, self._firsts)
-        """Of each link: a worker's, or a node's."""
+        """Bandwidth of each link: a worker's, or a node's."""
         self._coding = scenario.coding
         self._cores = np.array([worker.cores for worker in workers])
         self._throttled_s = max(max(0.0, 1 - worker.cores) * worker.quota_period_s for worker in workers)
@@ -244,7 +244,7 @@ class VirtualClock:
         return np.repeat(of_links / self._num_together, self._num_together)
 
     def _congestion(self, conditions: Conditions) -> Array64:
-        """Of each link."""
+        """Congestion of each link."""
         return np.maximum.reduceat(conditions.congestion, self._firsts)
 
     def communication_s(self, conditions: Conditions) -> float:

@@ -105,7 +105,7 @@ class Step(NamedTuple):
     timing: StepTiming
     conditions: Conditions
     traffic: StepTraffic | None
-    """What was sent in it, unless that was uncoded gradients by all-reduces."""
+    """Bytes that were sent in it, unless that was uncoded gradients by all-reduces."""
     shares_times: bool
     """Whether the ranks share their times after it: of one that is not local, or of a round."""
 

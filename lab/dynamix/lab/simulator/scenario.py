@@ -74,7 +74,7 @@ class Workers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     saturation: WholeNumber = 0
     """Samples below which a batch costs no less, such as of a GPU that waits for its kernels to be launched."""
     max_local_batch_size: AtLeastOne | None = None
-    """What its memory holds; without it the scenario's upper bound."""
+    """Samples that its memory holds; without it the scenario's upper bound."""
     bandwidth_mbit_s: Positive | None = None
     """Bandwidth of its own link; `None`: the network's."""
     cores: Positive = 1.0

@@ -100,7 +100,7 @@ class Workload:
     when a file is not what its publisher made.
     """
     loss: Callable[..., Tensor] = cross_entropy
-    """Of logits (N x classes, or N x tokens x vocabulary) and labels (N, or N x tokens): mean or sum over SAMPLES.
+    """Loss of logits (N x classes, or N x tokens x vocabulary) and labels (N, or N x tokens): mean or sum over SAMPLES.
 
     `reduction="sum"` gives 0 for no sample, the default `mean` NaN; a text's sample counts as the mean of its tokens.
     """

@@ -142,13 +142,13 @@ class Job(Message, frozen=True, kw_only=True, array_like=True):
     summary: Summary | None = None
     """Its gain, at its end."""
     exact_exposed_s: Seconds | None = None
-    """Where they did: time of an exact exchange that computing does not hide. The first window has both exchanges."""
+    """Time of an exact exchange that computing does not hide, where the first window has another one as well."""
     num_replicas: Count = 0
     """Groups of ranks that exchange gradients, where each sums them within first, as a node does; 0: all ranks do."""
 
     @property
     def num_exchanging(self) -> int:
-        """How many exchange gradients, and drift apart in local steps."""
+        """Number that exchange gradients, and drift apart in local steps."""
         return self.num_replicas or self.world_size
 
     @property

@@ -40,7 +40,7 @@ BOUNDS = {
     "rate_weight": (0.0, 1.0),
     "max_change": (1.0, 100.0),
 }
-"""Of the options: a report may be forged."""
+"""Bounds of the options: a report may be forged."""
 
 
 def trace_of(report: Report) -> Trace | None:

@@ -231,7 +231,7 @@ V = TypeVar("V")
 
 
 class WindowId(NamedTuple):
-    """Which window of which run; windows count from 0 in each generation."""
+    """A window of a run; windows count from 0 in each generation."""
 
     job: str
     generation: int

@@ -69,7 +69,7 @@ def read_network(
 
 
 def _tcp_info(report: Report) -> Traffic | str:
-    """What the ranks read of their own sockets: exact per rank, unprivileged."""
+    """Traffic as the ranks read it from their own sockets: exact per rank, unprivileged."""
     by_rank = {}
     for row in report.rows:
         now, before = row.sockets, row.sockets_before or NetworkMetrics(tx_bytes=0, rx_bytes=0, retransmits=0)

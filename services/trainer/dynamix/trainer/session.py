@@ -460,7 +460,7 @@ class Session:
 
     @property
     def generation(self) -> int:
-        """Which start of the job this is, from 0; never the same twice, but numbers may be left out."""
+        """Number of this start of the job, from 0; never the same twice, but numbers may be left out."""
         return self._run.identity.generation
 
     @property

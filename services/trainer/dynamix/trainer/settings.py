@@ -32,7 +32,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     summary: bool = True
     """Whether rank 0 writes at the end, to stderr, what the job gained."""
     close_timeout_s: Annotated[float, Meta(ge=0)] = 2.0
-    """How long the end of training may wait until the last messages are sent."""
+    """Seconds that the end of training may wait until the last messages are sent."""
 
 
 class Environment(NamedTuple):

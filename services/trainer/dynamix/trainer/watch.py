@@ -122,7 +122,7 @@ class Recorder:
         return output
 
     def preparing(self, prepare: Any, *arguments: Any, **options: Any) -> Any:
-        """What DDP does before the model's own forward; it may wait for buffers of rank 0."""
+        """DDP's work before the model's own forward; it may wait for buffers of rank 0."""
         result = prepare(*arguments, **options)
         self.enters(FORWARD)
         return result

@@ -96,7 +96,7 @@ _PAST = ("batch", "step", "compute_share", "sync_share", "every_log2", "is_int8"
 _SLOPE_DECAY, _SLOPE_PRIOR = 0.9, 0.05
 """Weight that older changes keep with each window, and that of an elasticity of 1/2."""
 EMPTY_MEMORY = np.append(np.full(NUM_PAST * len(_PAST), np.nan), np.zeros(3))
-"""What is kept of the windows of one job, before the first: `_PAST` of each, the newest first; and sums over changes of
+"""Memory of the windows of one job, before the first: `_PAST` of each, the newest first; and sums over changes of
 B and of the step's time T from window to window, in logarithms: dB dB, dB dT, dT dT."""
 
 NOW = (

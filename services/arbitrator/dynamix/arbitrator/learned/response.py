@@ -1,4 +1,4 @@
-"""What a learned policy's choices depend on: one that ignores its state is a constant, however it was learned. Pure."""
+"""Inputs on which a learned policy depends: one that ignores its state is a constant, however it was learned. Pure."""
 
 from collections.abc import Mapping
 

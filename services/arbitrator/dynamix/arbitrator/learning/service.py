@@ -75,7 +75,7 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = "ppo"
     """The name of the policy. It continues from the newest version on the bus, else from the shipped one, else new."""
     jobs: str = "*"
-    """Which jobs to learn from: a pattern of their names, with `*` and `?`."""
+    """Jobs to learn from: a pattern of their names, with `*` and `?`."""
     generations_per_update: Annotated[int, Meta(ge=1)] = 4
     """Generations in a batch; each update makes a new version."""
     grace_s: Annotated[float, Meta(gt=0)] = 10.0

@@ -68,7 +68,7 @@ class ExchangeMemory(msgspec.Struct, frozen=True, array_like=True):
     active: tuple[Exchange, ...] = (EXACT,) * LAG
     """The exchange of the window that closed, and of the one after it, which is the newest decision."""
     times_s: dict[str, float] = {}
-    """Of one exchange of each measured way, as far as computing does not hide it; of `round`, an averaging."""
+    """Time of one exchange of each measured way, as far as computing does not hide it; of `round`, an averaging."""
     observed: str = ""
     """The way of the newest observed window, also `round`."""
     age: int = LAG

@@ -70,7 +70,7 @@ class EarlierRuns(msgspec.Struct, frozen=True, array_like=True):
     """
 
     standing: Standing = Standing.ABSENT
-    """Of the times of earlier runs."""
+    """Standing of the times of earlier runs."""
     num_agreeing: int = 0
     num_off: int = 0
     cold: StepTimeFit | None = None
@@ -165,7 +165,7 @@ class Exploration(msgspec.Struct, frozen=True, array_like=True):
     """Milestones of the best arm so far; 0 where unknown."""
     own: Array64 = msgspec.field(default_factory=lambda: np.zeros(NUM_LEVELS))
     time_s: float = 0.0
-    """Of training so far."""
+    """Time of training so far."""
     accuracy: float = math.nan
     """On held-out data, smoothed."""
     num_windows: int = 0

@@ -300,7 +300,7 @@ class StepTimeFit(msgspec.Struct, frozen=True, array_like=True):
     rest_s: float = math.nan
     slope_sums: tuple[float, float] = (0.0, 0.0)
     waiting_sums: tuple[float, float] = (0.0, 0.0)
-    """Of weighted slopes, and of the weights; of times waited, and of the squares of the slowest compute times."""
+    """Sums of weighted slopes, and of the weights; of times waited, and of the squares of the slowest compute times."""
     barrier_s: float = math.nan
     sync_s: float = math.nan
     """The slowest rank's compute and sync time, less waiting, in the newest window in which they were measured."""

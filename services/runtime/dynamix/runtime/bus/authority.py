@@ -255,7 +255,7 @@ def _scope(role: str) -> dict[str, Any]:
 
 
 def _imports(account: str) -> list[tuple[str, str, str]]:
-    """What an account takes from others: the exporter, `service` (requests) or `stream` (what is heard), a subject."""
+    """Imports of an account: the exporter, `service` (requests) or `stream` (what is heard), a subject."""
     allowed = [permissions_of(role) for role in ROLES if _account_of(role) == account]
     if account == STREAMS_ACCOUNT or not allowed:
         return []

@@ -268,7 +268,7 @@ BUS_COUNTERS = {
     "reconnects": "connections made again",
     "permission_denials": "subjects that the broker refused to this user",
 }
-"""What is counted on a connection, with its meaning."""
+"""Counters of a connection, with their meaning."""
 
 _DENIED = re.compile(r'permissions violation for (publish|subscription)[^"]*"([^"]+)"', re.IGNORECASE)
 

@@ -383,7 +383,7 @@ class PlanSampler(Sampler[list[int]]):
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """What a loop has, for when it goes on after another one."""
+        """State of a loop, for when it goes on after another one."""
         return self._position, self.last_drawn_step, self.drawn
 
     @state.setter

@@ -236,7 +236,7 @@ class ExchangePlan:
 
     @property
     def num_replicas(self) -> int:
-        """How many exchange gradients where those of a node sum them first; 0 where all ranks do."""
+        """Number that exchange gradients where those of a node sum them first; 0 where all ranks do."""
         return len(self.peers) if self.nodes or self.layout else 0
 
     def member(self, exchange: Exchange) -> Member:

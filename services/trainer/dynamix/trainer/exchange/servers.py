@@ -46,11 +46,11 @@ class JobAnnouncement(msgspec.Struct, frozen=True, kw_only=True):
     num_ranks: int
     num_servers: int
     index: int
-    """Which of the servers reads it."""
+    """Index of the server that reads it."""
     meeting: str
     """Address of the store at which all meet."""
     number: int
-    """Which of the jobs at that store it is."""
+    """Index of the job at that store."""
     timeout_s: float
     """Time-out of the process groups."""
 
@@ -59,7 +59,7 @@ class ToldTrade(NamedTuple):
     """Message to a server before an exchange: its size and type."""
 
     number: int
-    """Which sum it belongs to; -1: no more trades in this group."""
+    """Index of the sum that it belongs to; -1: no more trades in this group."""
     is_answer: int
     dtype: int
     """Position among `DTYPES`."""

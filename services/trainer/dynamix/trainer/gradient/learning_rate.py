@@ -169,7 +169,7 @@ class Updates:
     prepare: Callable[[], None]
     """Called before each update."""
     factor: Callable[[int], float]
-    """Of the learning rate, by the global batch size."""
+    """Factor on the learning rate, by the global batch size."""
     warns: bool
     """Whether this is the rank that warns."""
     schedulers: Schedulers | None

@@ -46,7 +46,7 @@ class ShardHook(GradientHook):
     _is_trained: bool = field(default=False, init=False)
     """Whether the newest forward pass was one of training."""
     _outputs: list[tuple[int, Tensor, dist.Work | Sent | None]] = field(default_factory=list, init=False)
-    """What was reduced in the backward pass under way."""
+    """Gradients that were reduced in the backward pass under way."""
     _own_scale: float = field(default=0.0, init=False)
     """The factor on this rank's gradient that makes it the mean over its own samples, in a local step."""
 

@@ -24,7 +24,7 @@ from dynamix.trainer.measurement.sockets import Connection, ProcessIdentity, boo
 
 
 class Attempt(NamedTuple):
-    """Which start of which launch this is; restarts are counted over all nodes."""
+    """One start of one launch; restarts are counted over all nodes."""
 
     launch: str
     restarts: int
@@ -100,7 +100,7 @@ class JobIdentity(NamedTuple):
     hosts: tuple[tuple[int, ...], ...] = ()
     """The ranks that one launcher started on one node, for each."""
     num_replicas: int = 0
-    """How many exchange gradients where those of a host sum them first; 0 where all ranks do."""
+    """Number that exchange gradients where those of a host sum them first; 0 where all ranks do."""
 
 
 def propose_job(name: str, configured: str, launch: Launch, run_id: str = "") -> str:

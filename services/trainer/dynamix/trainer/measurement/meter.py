@@ -132,7 +132,7 @@ class Gains:
         self._other_batch = self._other_batch or is_other
 
     def summary(self, own_s: float) -> Summary | None:
-        """What was gained so far; `None` before a window has ended."""
+        """The gain so far; `None` before a window has ended."""
         if not self._num_steps:
             return None
         return Summary(

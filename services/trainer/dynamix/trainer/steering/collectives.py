@@ -72,7 +72,7 @@ class Collectives:
         self._mine = LentTensor(torch.zeros(ROW_BYTES, dtype=torch.uint8))
         self._decision = LentTensor(torch.zeros(HEAD_BYTES + SIZE_BYTES * self.world_size, dtype=torch.uint8))
         self._under_way: dict[str, dist.Work] = {}
-        """What was posted and not taken yet."""
+        """Collectives that were posted and not taken yet."""
         self._total = LentTensor(torch.zeros(1, dtype=torch.int64))
         self._order: LentTensor
         self._numbers = LentTensor(torch.zeros(0, dtype=torch.float64))

@@ -68,7 +68,7 @@ class Steering:
         self._found = ""
         self._sockets_due = False
         self._fault = ""
-        """What is wrong with the data, where the ranks have read different streams."""
+        """Fault of the data, where the ranks have read different streams."""
         self._counts_before: tuple[int, ...] = ()
         self._num_alike = 0
         self._waited_s: float | None = None
