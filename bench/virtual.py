@@ -70,7 +70,7 @@ STATICS = ("static@32", "static@64", "static@128")
 ROWS = (BASE, "random", "goodput", "rule")
 LEARNED_ROWS = (BASE, "static@32", "static@128", "random", "rule")
 PAPER, OURS = "ppo-paper", "ppo"
-PAPER_ROWS = (BASE, "rule", "rule/exchange=local", "static@32", "static@128", PAPER)
+PAPER_ROWS = (BASE, "rule", "rule/exchange=local", "static@32", PAPER, "static@128")
 """In the order to run them."""
 IMAGE: Changes = {"workload": "fashion-14-cnn", "target_accuracy": 0.82, "time_limit_s": 90.0}
 """Stands in for VGG11 on CIFAR-10, whose step takes seconds on a core; `paper-vgg11` is that."""

@@ -50,7 +50,7 @@ def vgg11() -> nn.Sequential:
     channels = 3
     for width in VGG11:
         if isinstance(width, str):
-            layers.append(nn.MaxPool2d(2))
+            layers.insert(-1, nn.MaxPool2d(2))  # ReLU of a maximum is the same as that of all four
         else:
             layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
             channels = width
