@@ -181,8 +181,7 @@ def _move(
 
 def _listed(values: Sequence[Number] | npt.NDArray[Any]) -> list[Number]:
     """Convert to plain numbers: those of an array are slow one by one."""
-    listed: list[Number] = values.tolist() if isinstance(values, np.ndarray) else list(values)
-    return listed
+    return values.tolist() if isinstance(values, np.ndarray) else list(values)
 
 
 # --- shares of a gradient that each rank or server sums up

@@ -303,8 +303,7 @@ def progress(
     no bound of its own, unlike the learning rates that a training bears.
     """
     counted = np.minimum(global_batch_sizes, most)
-    worth: Array64 = counted**rate_exponent * counted / (counted + noise_scale)
-    return worth
+    return counted**rate_exponent * counted / (counted + noise_scale)
 
 
 def most_worthwhile(noise_scale: float, base_global_batch_size: int) -> float:

@@ -287,8 +287,7 @@ class Normalisation(NamedTuple):
     @property
     def deviation_I(self) -> Array64:  # noqa: N802 - I is its shape
         """Standard deviation of each input; 0 where none is known."""
-        deviation: Array64 = np.sqrt(self.m2_I / np.maximum(self.count_I, 1))
-        return deviation
+        return np.sqrt(self.m2_I / np.maximum(self.count_I, 1))
 
     def applied(self, inputs_NI: Array32) -> Array64:
         """Rows of 2 I numbers: the normalised inputs, 0 where unknown, then one bit per input that is known.

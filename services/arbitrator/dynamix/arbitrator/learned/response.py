@@ -34,8 +34,7 @@ def typical_states(file: PolicyFile) -> Array32:
     """States drawn from the moments of what the policy has seen, each input for itself: states x inputs."""
     moments = Normalisation.of_tensors(file.tensors)
     drawn = np.random.default_rng(0).standard_normal((NUM_STATES, len(file.metadata.inputs)))
-    states: Array32 = (moments.mean_I + moments.deviation_I * drawn).astype(np.float32)
-    return states
+    return (moments.mean_I + moments.deviation_I * drawn).astype(np.float32)
 
 
 def dependence(file: PolicyFile, states_DI: Array32) -> dict[str, float]:

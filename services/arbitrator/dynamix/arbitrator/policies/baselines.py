@@ -245,8 +245,7 @@ class Goodput:
 def goodput(global_batch_sizes: Array64, step_times_s: Array64, noise_scale: float, base: int) -> Array64:
     """Samples per second, each counted by what it is worth beside one in a batch of `base` (AdaptDL, goodput.py)."""
     efficiency = (base + noise_scale) / (global_batch_sizes + noise_scale)
-    worth: Array64 = global_batch_sizes / np.maximum(step_times_s, 1e-12) * efficiency
-    return worth
+    return global_batch_sizes / np.maximum(step_times_s, 1e-12) * efficiency
 
 
 LOSS_SMOOTHING = 0.2

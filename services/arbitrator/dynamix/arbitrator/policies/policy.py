@@ -99,8 +99,7 @@ class NamedPolicy(Policy, Protocol):
 
 def digest_of(policy: Policy) -> bytes:
     """SHA-256 of the file that a policy was read from, which tells exactly what decided; empty for one that is code."""
-    digest: bytes = getattr(policy, "digest", b"")
-    return digest
+    return getattr(policy, "digest", b"")
 
 
 # --- what is observed, and what is remembered ------------------------------------------------------------------------

@@ -76,8 +76,7 @@ class StepTime:
         """T for a compute time of the slowest rank."""
         hidden = self.sync_intercept_s + self.sync_slope * compute_s
         exposed = np.maximum(hidden, SYNC_FLOOR * max(self.sync_intercept_s, 0.0))
-        total: Array64 = self.rest_s + compute_s + exposed + self.waiting_per_s * compute_s**2
-        return total
+        return self.rest_s + compute_s + exposed + self.waiting_per_s * compute_s**2
 
     def balanced(self, global_batch_sizes: Array64) -> Array64:
         """T(B) with B divided so that compute times are equal where the bounds allow it."""
@@ -87,8 +86,7 @@ class StepTime:
         """c(B) with that division."""
         batches, times_s = self._line
         least_s = float(np.max(self.compute_s(self._free)))
-        slowest: Array64 = np.maximum(np.interp(global_batch_sizes, batches, times_s), least_s)
-        return slowest
+        return np.maximum(np.interp(global_batch_sizes, batches, times_s), least_s)
 
     def equal(self, global_batch_sizes: Array64) -> Array64:
         """T(B) with B divided equally, each share within its rank's bounds."""
@@ -102,8 +100,7 @@ class StepTime:
 
     def compute_s(self, sizes: Array64) -> Array64:
         """Compute time of each rank; `sizes` has the ranks in its last dimension."""
-        seconds: Array64 = self.overhead_W + np.maximum(sizes, self.saturation_W) * self.seconds_per_sample_W
-        return seconds
+        return self.overhead_W + np.maximum(sizes, self.saturation_W) * self.seconds_per_sample_W
 
     def shares(self, global_batch_size: float) -> Array64:
         """The sizes, not rounded, of equal compute times where the bounds allow it."""
@@ -515,8 +512,7 @@ def fixed_costs(
 
 def fixed_share(sizes: Array64) -> Array64:
     """Greatest assumed share of each rank's time that is fixed, at these sizes; NaN where a size is."""
-    share: Array64 = 1.0 - LEAST_SHARE * np.minimum(sizes / np.nanmean(sizes), 1.0)
-    return share
+    return 1.0 - LEAST_SHARE * np.minimum(sizes / np.nanmean(sizes), 1.0)
 
 
 def waiting_share(job: Job, num_steps: int, noise_2: float) -> float:
@@ -535,8 +531,7 @@ def filtered(old: Array64 | float, new: Array64 | float, jump: float, smoothing:
         ratio = np.asarray(new) / old
     average = (1 - smoothing) * old + smoothing * new
     jumped = ~((ratio <= jump) & (ratio >= 1 / jump))
-    result: Array64 = np.where(np.isnan(new), old, np.where(jumped, new, average))
-    return result
+    return np.where(np.isnan(new), old, np.where(jumped, new, average))
 
 
 def _saturations(job: Job) -> Array64:

@@ -118,5 +118,4 @@ def _only_loss(model: torch.nn.Module, groups: Mapping[Any, Any], loose: Sequenc
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a tensor, or all of one that is not sharded."""
-    shard: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return shard
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -192,5 +192,4 @@ def measured_s(sums: Sequence[Callable[[int], None]], agree: Callable[[Tensor], 
         agree(times_s)
         if float(times_s.min()) > ENOUGH_S:
             break
-    found: list[float] = times_s.tolist()
-    return found
+    return times_s.tolist()

@@ -134,6 +134,5 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     devices = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
     for device in devices:
         with contextlib.suppress(RuntimeError, AttributeError):
-            timeout: timedelta = group._get_backend(device).options._timeout  # noqa: SLF001 - no public name
-            return timeout
+            return group._get_backend(device).options._timeout  # noqa: SLF001 - no public name
     return None

@@ -178,8 +178,7 @@ class TimeSlots:
         slots, arrived = received
         if arrived is not None:
             arrived.synchronize()
-        seconds: list[float] = slots.tolist()
-        return seconds
+        return slots.tolist()
 
 
 def squared_norm(gradient: torch.Tensor) -> float | torch.Tensor:

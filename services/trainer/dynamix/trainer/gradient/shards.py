@@ -136,8 +136,7 @@ class ShardHook(GradientHook):
             return None
         if step.exchange is None:
             lent = LentTensor(shard)
-            work: dist.Work = launched(peers.allreduce, [lent.alias])
-            return work
+            return launched(peers.allreduce, [lent.alias])
         part = BucketPart(f"shard {number}", 0, len(shard), torch.Size([len(shard)]))
         return self.model_exchange.send(BucketView(number, shard, (part,)))
 

@@ -123,8 +123,7 @@ class Collectives:
     def take_numbers(self) -> list[float]:
         """The sums, as they were posted last: exact where at most one rank sent anything but 0."""
         self._under_way.pop("numbers").wait()
-        numbers: list[float] = self._numbers.tensor.tolist()
-        return numbers
+        return self._numbers.tensor.tolist()
 
     def share_order(self, order: Order, *, waits: bool = True) -> Order:
         """Receive rank 0's order; the others pass one as long. A rank that does not wait does so at the next call."""
