@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 
-from dynamix.cli.arguments import MAX_PORT, count
+from dynamix.cli.arguments import MAX_PORT, add_option, count
 from dynamix.cli.errors import CommandError
 
 DEFAULT_PORT = 29600
@@ -22,12 +22,7 @@ DEFAULT_PORT = 29600
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument(
-        "--port",
-        type=count(0, MAX_PORT),
-        default=DEFAULT_PORT,
-        help="TCP port to listen on; 0 takes a free one (default: %(default)s)",
-    )
+    add_option(parser, "--port", DEFAULT_PORT, "TCP port to listen on; 0 takes a free one", type=count(0, MAX_PORT))
 
 
 def run(arguments: argparse.Namespace) -> int:
