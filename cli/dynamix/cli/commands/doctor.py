@@ -384,7 +384,10 @@ def programs(root: Path = Path("/"), system: os.uname_result | None = None) -> l
 
 def _cgroup(root: Path) -> Finding:
     """Version 2, to which the programs are attached: alone, or beside version 1."""
-    mountinfo = _text(root / "proc/self/mountinfo")
+    try:
+        mountinfo = (root / "proc/self/mountinfo").read_text()
+    except OSError:
+        mountinfo = ""
     mount = v2_mount(mountinfo)
     if mount is None:
         fix = "mount -t cgroup2 none /sys/fs/cgroup/unified, or boot with systemd.unified_cgroup_hierarchy=1"
@@ -399,13 +402,6 @@ def _cgroup(root: Path) -> Finding:
         fix = "`cgroup: host` (compose), --cgroupns=host (docker), or mount the host's /sys/fs/cgroup"
         return f"{mount} shows this container only: ranks elsewhere are not counted", fix
     return f"{mount}{', beside version 1' if ' - cgroup ' in mountinfo else ''}", ""
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 def try_ebpf(cgroup: str) -> DoctorCheck:
