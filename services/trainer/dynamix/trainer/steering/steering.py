@@ -197,9 +197,8 @@ class Steering:
         times_s = list(map(operator.mul, seconds_per_sample, counts))
         waited_s = max(times_s) - times_s[run.place.rank]
         number = min(step - self._shared_step, max(run.schedule.allocation_at(step).exchange.every, STEADY_EVERY))
-        self._waited_s = (
-            self._waited_s or 0.0
-        ) + waited_s * number  # also of the steps since the last that was measured
+        # also of the steps since the last that was measured
+        self._waited_s = (self._waited_s or 0.0) + waited_s * number
         self._shared_step = step
         if run.last_timed is not None and step <= run.last_timed:
             self._timed_waits.append(waited_s)
