@@ -402,7 +402,9 @@ class VirtualCluster:
         following = self.position.after(plan)
         if following.step % self.scenario.window_steps == 0 and self.scenario.lag_windows > 0:
             self._adopt(following.step)  # before the window's last step: a real rank knows by then what follows
-        step = self._active(plan.step)
+        step = StepExchange(EXACT, EXACT)
+        if self.scenario.world_size > 1:  # a worker alone sends nothing
+            step = StepExchange(*(self._schedule.allocation_at(each).exchange for each in (plan.step, plan.step + 1)))
         sums, traffic = self._train(plan, step, ends_epoch=self._sampler.is_over(following))
         sizes = np.asarray(plan.counts.values, dtype=np.float64)
         rounds = self.rounds
@@ -445,12 +447,6 @@ class VirtualCluster:
             for reporter in self._reporters:
                 reporter.begun = begun
             self.job = self._reporters[0].specification(total_samples=None)
-
-    def _active(self, step: int) -> StepExchange:
-        """The exchange that is active in a step; a worker alone sends nothing."""
-        if self.scenario.world_size == 1:
-            return StepExchange(EXACT, EXACT)
-        return StepExchange(*(self._schedule.allocation_at(each).exchange for each in (step, step + 1)))
 
     def _train(self, plan: StepPlan, step: StepExchange, *, ends_epoch: bool) -> tuple[StepSums, StepTraffic | None]:
         """Compute the gradient of a step, or a local step of each worker; evaluated parameters stay as they were.
