@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own habit
 from torch import Tensor, nn
 
+from . import models
 from .datasets import (
     FASHION_MNIST_MEAN,
     FASHION_MNIST_STD,
@@ -21,15 +22,6 @@ from .datasets import (
     standardised,
 )
 from .generated import ChoiceShape, TextShape, choices, sequences
-from .models import (
-    NeuralCollaborativeFiltering,
-    RecurrentLanguageModel,
-    Transformer,
-    mlp,
-    resnet20,
-    small_cnn,
-    vgg11,
-)
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = MappingProxyType(
     {"sgd": partial(torch.optim.SGD, momentum=0.9), "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
@@ -197,27 +189,27 @@ _FASHION_14 = partial(_FASHION, stds=[FASHION_14_STD], pool=2)
 _FASHION_28 = partial(_FASHION, stds=[FASHION_MNIST_STD])
 _CIFAR10 = partial(images, cifar10, means=CIFAR10_MEAN, stds=CIFAR10_STD, num_validation=CIFAR10_VALIDATION)
 _ALL = (
-    Workload(name="fashion-14-mlp", model=partial(mlp, 14 * 14, 64), load=_FASHION_14),
-    Workload(name="fashion-28-mlp", model=partial(mlp, 28 * 28, 128), load=_FASHION_28),
-    Workload(name="fashion-14-cnn", model=partial(small_cnn, 14, 8), load=_FASHION_14),
-    Workload(name="fashion-28-cnn", model=partial(small_cnn, 28, 16), load=_FASHION_28),
-    Workload(name="cifar10-vgg11", model=vgg11, load=_CIFAR10),
-    Workload(name="cifar10-resnet20", model=resnet20, load=_CIFAR10),
+    Workload(name="fashion-14-mlp", model=partial(models.mlp, 14 * 14, 64), load=_FASHION_14),
+    Workload(name="fashion-28-mlp", model=partial(models.mlp, 28 * 28, 128), load=_FASHION_28),
+    Workload(name="fashion-14-cnn", model=partial(models.small_cnn, 14, 8), load=_FASHION_14),
+    Workload(name="fashion-28-cnn", model=partial(models.small_cnn, 28, 16), load=_FASHION_28),
+    Workload(name="cifar10-vgg11", model=models.vgg11, load=_CIFAR10),
+    Workload(name="cifar10-resnet20", model=models.resnet20, load=_CIFAR10),
     Workload(  # 137,216 parameters: a step of a few hundred sequences takes a CPU core well under a second
         name="text-transformer",
-        model=partial(Transformer, TEXT_TOKENS, width=64, num_heads=4, num_layers=2),
+        model=partial(models.Transformer, TEXT_TOKENS, width=64, num_heads=4, num_layers=2),
         load=text,
     ),
     Workload(
         name="ncf",
-        model=partial(NeuralCollaborativeFiltering, CHOICES.num_users, CHOICES.num_items, width=32, gain=24.0),
+        model=partial(models.NeuralCollaborativeFiltering, CHOICES.num_users, CHOICES.num_items, width=32, gain=24.0),
         load=partial(generated, partial(choices, CHOICES)),
         loss=binary_cross_entropy,
     ),
     Workload(
         name="ncf-small",
         model=partial(
-            NeuralCollaborativeFiltering, CHOICES_SMALL.num_users, CHOICES_SMALL.num_items, width=8, gain=32.0
+            models.NeuralCollaborativeFiltering, CHOICES_SMALL.num_users, CHOICES_SMALL.num_items, width=8, gain=32.0
         ),
         load=partial(generated, partial(choices, CHOICES_SMALL)),
         loss=binary_cross_entropy,
@@ -225,7 +217,7 @@ _ALL = (
     Workload(
         name="lstm-zipf",
         model=partial(
-            RecurrentLanguageModel, ZIPF_TEXT.num_words, ZIPF_TEXT.num_tokens, width=32, num_hidden=96, gain=40.0
+            models.RecurrentLanguageModel, ZIPF_TEXT.num_words, ZIPF_TEXT.num_tokens, width=32, num_hidden=96, gain=40.0
         ),
         load=partial(generated, partial(sequences, ZIPF_TEXT)),
     ),
