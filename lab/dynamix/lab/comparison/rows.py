@@ -374,11 +374,7 @@ def shipped_files(name: str) -> list[Path]:
 
 @lru_cache(maxsize=256)
 def file_digest(path: str) -> str:
-    """SHA-256 of a policy file.
-
-    Raises:
-        ValueError: when it cannot be read.
-    """
+    """SHA-256 of a policy file. Raises ValueError when it cannot be read."""
     try:
         return hashlib.sha256(read_regular(Path(path))).hexdigest()
     except OSError as error:

@@ -384,11 +384,7 @@ class VirtualCluster:
         return reports
 
     def test_accuracy(self) -> float:
-        """Accuracy on the test part, which is used once, when the run is over.
-
-        Raises:
-            RuntimeError: while it is not.
-        """
+        """Accuracy on the test part, which is used once, when the run is over. Raises RuntimeError while it is not."""
         if not self.over:
             raise RuntimeError(f"the test part is scored when the run is over, not at {self.time_s:g} s")
         return self.gradients.accuracy(self._test)

@@ -226,11 +226,7 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType({workload.name: workload fo
 
 
 def workload_named(name: str) -> Workload:
-    """The workload of that name.
-
-    Raises:
-        ValueError: when there is none; the text lists all.
-    """
+    """The workload of that name. Raises ValueError when there is none; the text lists all."""
     if name not in WORKLOADS:
         raise ValueError(f"workload {name!r} is not known: use one of {', '.join(WORKLOADS)}")
     return WORKLOADS[name]
@@ -239,11 +235,7 @@ def workload_named(name: str) -> Workload:
 def make_optimizer(
     name: str, parameters: Iterable[torch.nn.Parameter], learning_rate: float, *, weight_decay: float = 0.0
 ) -> torch.optim.Optimizer:
-    """The optimizer of that name.
-
-    Raises:
-        ValueError: when the name is none of `OPTIMIZERS`.
-    """
+    """The optimizer of that name. Raises ValueError when the name is none of `OPTIMIZERS`."""
     if name not in OPTIMIZERS:
         raise ValueError(f"optimizer {name!r} is not known: use one of {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name](parameters, lr=learning_rate, weight_decay=weight_decay)

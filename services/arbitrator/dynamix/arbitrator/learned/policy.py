@@ -356,11 +356,7 @@ class LearnedPolicy:
     """A policy that decides with the network of a file; pure like every policy."""
 
     def __init__(self, file: PolicyFile, *, name: str = "", version: int = 1) -> None:
-        """Prepare the network; `name` replaces the file's.
-
-        Raises:
-            PolicyFileError: as `action_set_of`.
-        """
+        """Prepare the network; `name` replaces the file's. Raises PolicyFileError as `action_set_of`."""
         self.name = name or file.metadata.policy
         self.version = version
         self.digest = bytes.fromhex(file.digest)

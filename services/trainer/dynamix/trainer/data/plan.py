@@ -505,11 +505,7 @@ class ReferenceSteps(NamedTuple):
 
     @property
     def per_epoch(self) -> int:
-        """Steps of an epoch in plain training.
-
-        Raises:
-            TypeError: when the length of an epoch is not known.
-        """
+        """Steps of an epoch in plain training. Raises TypeError when the length of an epoch is not known."""
         if not self.num_samples:
             raise TypeError("the stream has no length: give its class a __len__, or stop by session.progress")
         whole, rest = divmod(self.num_samples, self.global_batch_size)

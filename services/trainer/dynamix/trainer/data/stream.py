@@ -136,11 +136,7 @@ class StreamSampler(PlanSampler):
         self.orders.end_epoch(epoch, offset, before)
 
     def num_batches_left(self, position: Position) -> int:
-        """Batches to the end of the epoch.
-
-        Raises:
-            TypeError: when the stream has no length.
-        """
+        """Batches to the end of the epoch. Raises TypeError when the stream has no length."""
         if self.orders.size_of(position.epoch) == ENDLESS:
             raise TypeError("the stream has no length: give its class a __len__, or stop by session.progress")
         return super().num_batches_left(position)

@@ -335,11 +335,7 @@ def run_alike(legs: Sequence[Leg]) -> None:
 
 
 def perform_alike(asked: Sequence[Collective]) -> None:
-    """Carry out one collective, given the request of each rank.
-
-    Raises:
-        RuntimeError: when they do not fit together.
-    """
+    """Carry out one collective, given the request of each rank. Raises RuntimeError when they do not fit together."""
     trades = [each for each in asked if isinstance(each, Trade)]
     if len(trades) == len(asked):
         pieces = [torch.split(trade.sent, trade.sent_sizes) for trade in trades]

@@ -152,11 +152,7 @@ def job_key(number: int) -> str:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of a server.
-
-    Raises:
-        ValueError: for anything but HOST:PORT.
-    """
+    """Host and port of a server. Raises ValueError for anything but HOST:PORT."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ValueError(f"gradient server {address!r}: write HOST:PORT, as `dynamix serve-gradients --port` has it")

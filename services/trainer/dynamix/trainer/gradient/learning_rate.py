@@ -108,11 +108,7 @@ class Schedulers:
         return bool(self._left_at)
 
     def add(self, scheduler: LRScheduler, reference_steps: float) -> None:
-        """Advance this one too, from where the run stands.
-
-        Raises:
-            TypeError: when it does not count steps.
-        """
+        """Advance this one too, from where the run stands. Raises TypeError when it does not count steps."""
         if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
             raise TypeError(
                 f"session.schedule takes a torch.optim.lr_scheduler.LRScheduler that counts steps: call the step "

@@ -38,11 +38,7 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def unwrapped_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside the wrappers of Accelerate and Lightning.
-
-    Raises:
-        TypeError: when there is none.
-    """
+    """The optimizer inside the wrappers of Accelerate and Lightning. Raises TypeError when there is none."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     if not isinstance(optimizer, torch.optim.Optimizer):
