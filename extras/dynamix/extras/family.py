@@ -100,11 +100,7 @@ class StoredFamily(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def families(bus: Bus) -> list[StoredFamily]:
-    """All families but those that were forgotten, by name.
-
-    Raises:
-        CommandError: when the broker has no stream for them.
-    """
+    """All families but forgotten ones, by name. Raises CommandError when the broker has no stream for them."""
     stored = bus.stored(PROFILES.name, [subjects.of("profile", subjects.ANY)], "last_per_subject")
     try:
         found = [_read(message) async for message in stored]

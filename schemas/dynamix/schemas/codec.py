@@ -43,11 +43,7 @@ class MalformedMessageError(ValueError):
 
 
 def encode(message: Message) -> bytes:
-    """Bytes of a message.
-
-    Raises:
-        MalformedMessageError: when a float is not finite or the message is larger than its limit.
-    """
+    """Bytes of a message. Raises MalformedMessageError for a float that is not finite, or a message over its limit."""
     data = _headers[type(message)] + _encoder.encode(message)
     if bad := _non_finite_fields(message, data):
         raise MalformedMessageError(f"{type(message).__name__} has values that are not finite: {', '.join(bad[:8])}")

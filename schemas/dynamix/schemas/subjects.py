@@ -122,11 +122,7 @@ def is_token(value: str) -> bool:
 
 @lru_cache(maxsize=4096)  # the same few jobs and nodes come with every message
 def check_token(value: str) -> str:
-    """Return `value` when it can be a token of a subject.
-
-    Raises:
-        ValueError: when it has other characters than a-z, 0-9 and -, or not 1 to 63 of them.
-    """
+    """Return `value`. Raises ValueError when it is no token of a subject: 1 to 63 of the characters a-z, 0-9 and -."""
     if not is_token(value):
         raise ValueError(f"{value!r} cannot be part of a subject: use 1 to 63 of the characters a-z, 0-9 and '-'")
     return value

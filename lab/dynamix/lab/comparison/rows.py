@@ -104,11 +104,7 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def read_tuned(path: Path) -> Tuned:
-    """The settings in a file.
-
-    Raises:
-        ValueError: when it is missing or not such a file; the message states how to make it.
-    """
+    """The settings in a file. Raises ValueError when it is missing or not such a file, with how to make it."""
     return _decoded(path, Tuned, f"tune the baselines with `dynamix evaluate tune -o {path}`")
 
 
@@ -256,11 +252,7 @@ class _RowFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def read_rows(path: Path) -> tuple[Row, ...]:
-    """The rows of a TOML file.
-
-    Raises:
-        ValueError: when the file or one of its rows cannot be used; the message names file and row.
-    """
+    """The rows of a TOML file. Raises ValueError when it or a row cannot be used, naming file and row."""
     tables = _decoded(path, _RowFile, "name a TOML file with a table [[row]] per row (scenarios/rows has examples)")
     rows = []
     for number, table in enumerate(tables.row, start=1):

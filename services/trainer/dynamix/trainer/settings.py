@@ -46,11 +46,7 @@ class Environment(NamedTuple):
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
-    """Settings from the environment of this process, or from another mapping.
-
-    Raises:
-        SettingsError: for a key that is misspelt or a value that does not fit.
-    """
+    """Settings from the environment, or another mapping. Raises SettingsError for a misspelt key or a bad value."""
     source = os.environ if environ is None else environ
     run_id = source.get("TORCHELASTIC_RUN_ID", "")
     # <directory of the launch>/attempt_<n>/<local rank>/error.json

@@ -70,11 +70,7 @@ class Fold:
             self.adopt(last)
 
     def add_state(self, sequence: int, state: State) -> None:
-        """Add one recorded state of this generation.
-
-        Raises:
-            MalformedMessageError: when it does not fit the job's specification.
-        """
+        """Add one recorded state of this generation. Raises MalformedMessageError when it does not fit the job."""
         if sequence <= self.watermark:
             return
         if self._ranks.get(state.node) != state.ranks:

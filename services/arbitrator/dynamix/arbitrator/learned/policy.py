@@ -326,11 +326,7 @@ def metadata_of(action_set: ActionSetName, **fields: Any) -> PolicyMetadata:
 
 
 def action_set_of(metadata: PolicyMetadata) -> ActionSet:
-    """The action set that a network was learned with.
-
-    Raises:
-        PolicyFileError: when this program has other inputs or actions.
-    """
+    """The action set that a network was learned with. Raises PolicyFileError when ours has other inputs or actions."""
     name = metadata.action_set
     for what, theirs, ours in (
         ("inputs", metadata.inputs, INPUTS[name]),

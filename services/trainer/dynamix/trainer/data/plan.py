@@ -89,11 +89,7 @@ class Schedule:
             self._append(max(step, effective_step), replace(allocation, exchange=exchange))
 
     def counts_at(self, step: int) -> Counts:
-        """Samples per rank of a step, by its allocation.
-
-        Raises:
-            ValueError: when the step lies before the schedule's first.
-        """
+        """Samples per rank of a step, by its allocation. Raises ValueError for a step before the schedule's first."""
         return self._entry(step)[2]
 
     def allocation_at(self, step: int) -> Allocation:

@@ -123,11 +123,7 @@ class JobOptions:
         return [name for name in extension_names(GROUP) if name in names] if names else []
 
     def __post_init__(self) -> None:
-        """Check all options.
-
-        Raises:
-            ValueError: for what cannot work; each text names the value, the limit and how to fix it.
-        """
+        """Check all options. Raises ValueError for what cannot work, naming the value, the limit and how to fix it."""
         for name, hint in get_type_hints(JobOptions, include_extras=True).items():
             object.__setattr__(self, name, checked(name, getattr(self, name), hint))
         if self.min_local_batch_size > self.max_local_batch_size:
