@@ -19,7 +19,8 @@ wait for the next period (`clock`).
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from functools import reduce
+from itertools import chain, pairwise
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -321,13 +322,9 @@ class VirtualExchange:
 
     def coded(self) -> CodedSquares:
         """Squared norms of what lossy codecs have sent and should have sent, of all ranks."""
-        found = CodedSquares()
-        for stacked in self._stacked.values():
-            found = found.and_more(stacked.coded)
-        for codec in (each for of_ranks in self._codecs.values() for each in of_ranks):
-            if isinstance(codec, ErrorFeedback):
-                found = found.and_more(codec.coded)
-        return found
+        codecs = [*self._stacked.values(), *chain.from_iterable(self._codecs.values())]
+        lossy = (each.coded for each in codecs if isinstance(each, StackedInt8 | ErrorFeedback))
+        return reduce(CodedSquares.and_more, lossy, CodedSquares())
 
     def sum(self, rows: Tensor, step: StepExchange, total: Tensor, *, of_moves: bool = False) -> StepTraffic:
         """Write into `total` what the ranks make of `rows`: their weighted gradients, or how far they have moved.
