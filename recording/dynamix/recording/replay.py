@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 
@@ -32,9 +32,9 @@ from dynamix.collector.observation import CollectorSettings
 from dynamix.collector.window import Observation, Traffic, WantedProbe, metric_window, simulated_window
 from dynamix.reward.formula import reward_of
 from dynamix.reward.service import RewardSettings
-from dynamix.schemas import codec, subjects
+from dynamix.schemas import subjects
 from dynamix.schemas.chain import is_intact
-from dynamix.schemas.codec import MalformedMessageError, decode, decode_or_none, encode
+from dynamix.schemas.codec import MalformedMessageError, Parcel, decode, decode_any, decode_or_none, encode, parcel_of
 from dynamix.schemas.features import GLOBAL_FEATURES, RANK_FEATURES, state_of, unpack_global, unpack_ranks
 from dynamix.schemas.messages import Action, Job, Message, MetricWindow, Report, State
 from dynamix.schemas.messages.allocation import MAX_GENERATION
@@ -110,7 +110,7 @@ class OutputCounts(msgspec.Struct, kw_only=True):
         sides: list[Message | str] = []
         for payload in (record.payload, replayed):
             try:
-                sides.append(codec.decode_any(record.subject, payload))
+                sides.append(decode_any(record.subject, payload))
             except MalformedMessageError as error:
                 sides.append(str(error))
         fields = {path: (_shown(left), _shown(right)) for path, (left, right) in _differing(*sides).items()}
@@ -306,25 +306,8 @@ def replay(
 
 # --- collector and reward service: each output follows from one message ---------------------------------------------
 
-
-class _Output(NamedTuple):
-    """An output as it would be published."""
-
-    identity: str
-    subject: str
-    payload: bytes
-
-
-Step = tuple[list[_Output], list[Record]]
+Step = tuple[list[Parcel], list[Record]]
 """Outputs that follow from one input, and recorded ones that follow from it or from earlier ones."""
-
-
-def _published(*outputs: Message) -> list[_Output]:
-    """The outputs of one input. Raises MalformedMessageError where a reader would not take one of them."""
-    found = [_Output(codec.message_id(output), subjects.subject_of(output), encode(output)) for output in outputs]
-    for output, (_, subject, payload) in zip(outputs, found, strict=True):
-        decode(type(output), subject, payload)
-    return found
 
 
 def _rewarded(played: Iterable[Record], settings: RewardSettings) -> Iterator[Step]:
@@ -335,7 +318,7 @@ def _rewarded(played: Iterable[Record], settings: RewardSettings) -> Iterator[St
             formula = None if settings.formula == "auto" else settings.formula
             with contextlib.suppress(MalformedMessageError, OverflowError):  # a dead letter
                 window = decode(MetricWindow, record.subject, record.payload)
-                yield _published(reward_of(window, settings, formula)), []
+                yield [parcel_of(reward_of(window, settings, formula))], []
 
 
 def _collected(played: Iterable[Record], probe: WantedProbe, counts: OutputCounts) -> Iterator[Step]:
@@ -362,7 +345,7 @@ def _collected(played: Iterable[Record], probe: WantedProbe, counts: OutputCount
     counts.num_uncompared += sum(len(before) - 1 for before in waiting.values())
 
 
-def _observed(message: Record, recorded: Record, probe: WantedProbe, counts: OutputCounts) -> list[_Output]:
+def _observed(message: Record, recorded: Record, probe: WantedProbe, counts: OutputCounts) -> list[Parcel]:
     """The outputs of a report, with what the kernel showed then."""
     try:
         window = decode(MetricWindow, recorded.subject, recorded.payload)
@@ -384,17 +367,17 @@ def _observed(message: Record, recorded: Record, probe: WantedProbe, counts: Out
             )
             made = metric_window(report, observed)
         trace = trace_of(report)
-        return _published(made, state_of(made), *(() if trace is None else (trace,)))
+        return [parcel_of(each) for each in (made, state_of(made), trace) if each is not None]
     return []
 
 
 def _compare(steps: Iterable[Step], counts: OutputCounts) -> None:
     """Take each output once from both sides, by identity, since the order may differ."""
-    unpaired: dict[str, _Output] = {}
+    unpaired: dict[str, Parcel] = {}
     paired: set[str] = set()
     first = newest = None
     for made, recorded in steps:
-        unpaired |= {output.identity: output for output in made}
+        unpaired |= {output.message_id: output for output in made}
         for record in recorded:
             identity, key = record.message_id, record.key
             if key is None:

@@ -10,7 +10,7 @@ names, every field within its limits, every float finite.
 
 import math
 import zlib
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -109,6 +109,21 @@ def message_id(message: Message) -> str:
     kind = BY_STRUCT[type(message)]
     parts = [getattr(message, name) for name in (*kind.tokens, *kind.identity)]
     return ":".join([kind.name, *(part.hex()[:16] if isinstance(part, bytes) else str(part) for part in parts)])
+
+
+class Parcel(NamedTuple):
+    """A message as it is published."""
+
+    subject: str
+    payload: bytes
+    message_id: str
+
+
+def parcel_of(message: Message) -> Parcel:
+    """The message as it is published. Raises MalformedMessageError where a reader would not take it."""
+    subject, payload = subjects.subject_of(message), encode(message)
+    decode(type(message), subject, payload)
+    return Parcel(subject, payload, message_id(message))
 
 
 # --- finite floats

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dynamix.runtime.bus import BusError, BusMessage, Reader, StreamFullError
 from dynamix.runtime.service import Context, StartError
 from dynamix.schemas import subjects
-from dynamix.schemas.codec import MalformedMessageError, decode, encode, message_id
+from dynamix.schemas.codec import MalformedMessageError, decode, parcel_of
 from dynamix.schemas.features import state_of
 from dynamix.schemas.messages import Message, MetricWindow, Report, State
 from dynamix.schemas.streams import REPORTS
@@ -178,18 +178,14 @@ class _Collector:
             window = await self._window(report, fresh=fresh)
             trace = trace_of(report)
             outputs: tuple[Message, ...] = (window, state_of(window), *(() if trace is None else (trace,)))
-            packed = []
-            for output in outputs:
-                subject, payload = subjects.subject_of(output), encode(output)
-                decode(type(output), subject, payload)  # raises where a reader would not take it
-                packed.append((subject, payload, message_id(output)))
+            parcels = [parcel_of(output) for output in outputs]
         except (MalformedMessageError, OverflowError) as error:
             await self._context.dead_letter(message, str(error))
             return []
         self._context.count("windows")
         self._shown.record(window)
         send = self._context.bus.publish_bytes_soon
-        return [(output, await send(*parcel)) for output, parcel in zip(outputs, packed, strict=True)]
+        return [(output, await send(*parcel)) for output, parcel in zip(outputs, parcels, strict=True)]
 
     async def _window(self, report: Report, *, fresh: bool) -> MetricWindow:
         """The window of a report; what is read of the kernel is read in a thread.
