@@ -17,6 +17,7 @@ from typing import Any, Self, cast
 import cloudpickle  # type: ignore[import-untyped]
 import msgspec
 import torch
+from bench.harness import BenchmarkError
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -32,7 +33,7 @@ DATA = ("_data", "_evaluated", "_test")
 COMPUTED_AT_ONCE = 128
 """Samples: more of them leave the cache."""
 PATCHES_UP_TO = 4
-"""Side of images: with smaller ones a convolution of oneDNN takes three times as long as a product of its patches."""
+"""Largest side of images whose convolution is a product of patches: that of oneDNN takes three times as long there."""
 
 
 class PatchProduct(torch.autograd.Function):
@@ -195,29 +196,31 @@ def run_to(num_samples: int, cells: Iterable[ComparisonCell], ledger: Ledger, wo
         file = work / f"{task.key[:12]}.job"
         if task not in ledger:
             for led in (*ended[task.seed], file):
-                if (outcome := _run(task, num_samples, data, led)) is not None:
-                    how = "trained" if led == file else "decides as one before"
-                    print(f"  {about}: {outcome.time_to_target_s} s, {outcome.test_accuracy:.4f}, {how}", flush=True)
-                    ledger.record_outcome(task, outcome, about)
-                    break
+                try:
+                    outcome = _run(task, num_samples, data, led)
+                except OtherDecisionError as error:
+                    if led == file:
+                        raise BenchmarkError(f"{file} is of a job that computed otherwise: remove it") from error
+                    continue
+                how = "trained" if led == file else "decides as one before"
+                print(f"  {about}: {outcome.time_to_target_s} s, {outcome.test_accuracy:.4f}, {how}", flush=True)
+                ledger.record_outcome(task, outcome, about)
+                break
         if file.exists():
             ended[task.seed].append(file)
     for file in chain(*ended.values()):
         file.unlink()
 
 
-def _run(task: RunTask, num_samples: int, data: Path | None, file: Path) -> RunOutcome | None:
-    """The outcome of a task with the job in a file; nothing when that was led otherwise."""
-    try:
-        episode = run_episode(
-            task.effective_scenario,
-            policy_of(task.setting),
-            data=workload_data(task.scenario.workload, data),
-            seed=task.seed,
-            policy_options=task.setting.options,
-            initial_local_batch_size=task.initial_local_batch_size,
-            make_cluster=partial(SampledCluster.begun, file, num_samples),  # type: ignore[arg-type] # called like it
-        )
-    except OtherDecisionError:
-        return None
+def _run(task: RunTask, num_samples: int, data: Path | None, file: Path) -> RunOutcome:
+    """The outcome of a task with the job in a file; raises OtherDecisionError when that was led otherwise."""
+    episode = run_episode(
+        task.effective_scenario,
+        policy_of(task.setting),
+        data=workload_data(task.scenario.workload, data),
+        seed=task.seed,
+        policy_options=task.setting.options,
+        initial_local_batch_size=task.initial_local_batch_size,
+        make_cluster=partial(SampledCluster.begun, file, num_samples),  # type: ignore[arg-type] # called like it
+    )
     return msgspec.convert(episode, RunOutcome, from_attributes=True)
