@@ -27,7 +27,7 @@ TITLES = {
     "office-6": "100 Mbit/s", "backup-hours-8": "congestion", "tenants-slow-8": "tenants, slow links",
     "8": "8 workers", "16": "16 workers", "32": "32 workers", "64": "64 workers", "128": "128 workers",
     "n32": "32 workers", "n128": "128 workers", "model": "other model", "unseen-mix": "unseen mix",
-    "tenants-10": "tenants", "calm-10": "calm", "paper-workers": "transformer, workers",
+    "tenants-10": "tenants", "calm-10": "calm", "paper-workers": "transformer",
     "rule:exchange=exact": "over rule with exact gradients",
     "static:track=1,every=4,codec=int8:exchange=local size 64": "over 4 local steps, int8, 64 samples",
 }  # fmt: skip
@@ -93,19 +93,22 @@ def clock(case: str, arm: str, base: str = "plain") -> Interval | None:
     return (CALM.over(case, arm, base) if case == "equal" else None) or CLOCKS.over(case, arm, base)
 
 
-def paper(column: str) -> Panels:
-    """A column by policy, each part of a table under its own title; of accuracies, the last that static 64 reached."""
+def paper(columns: str, base: str = "") -> Panels:
+    """The last of some columns that `base` has a figure in, by policy and over it, each part of a table by itself."""
     found: Panels = {}
     for name in PAPER:
         table = Results(name)
         for row in (row for row in table.rows if "policy" in row):
-            part = [*row.values()][: [*row].index("policy")]
-            job = " ".join([TITLES.get(name, name.removeprefix("paper-").replace("static", "small CNN")), *part])
-            title = f"{job}, {row.get('missed', '1').split()[-1]} seeds".replace(" 1 seeds", " 1 seed")
-            named = [each for each in row if column in each and table.at(*part, "static@64", each)]
-            if levels := [each for each in named if not each.endswith(("low", "high"))]:
-                policies = found.setdefault(title + levels[-1].partition(column)[2], {})
-                policies[row["policy"]] = table.at(*part, row["policy"], levels[-1])
+            part, policy = [*row.values()][: [*row].index("policy")], row["policy"]
+            bases = {each: table.at(*part, base or policy, each) for each in row if re.fullmatch(columns, each)}
+            column, over = next(((each, one) for each, one in [*bases.items()][::-1] if one), ("", None))
+            if over:
+                job = TITLES.get(name, name.removeprefix("paper-").replace("static", "small CNN"))
+                title = ", ".join([job, *(TITLES.get(cell, cell) for cell in part)])
+                own, title = table.at(*part, policy, column), title + "".join(re.findall(r" to \d+%", column))
+                if own and base:
+                    own = Interval(own.value / over.value, None, None)
+                found.setdefault(title, {})[policy] = own
     return found
 
 
@@ -154,7 +157,7 @@ class Figure(NamedTuple):
                     axes.plot(figure.value, at, "o", color=color, markersize=3.2)
                     place = {"transform": axes.get_yaxis_transform(), "verticalalignment": "center", "fontsize": 6.5}
                     axes.text(1.02, at, f"{figure.value:.2f}", color=color, **place)
-            axes.set_title(title, fontsize=7.5, loc="left")
+            axes.set_title(fill(title, 21), fontsize=7.5, loc="left")
             axes.set(xscale="log", ylim=(len(labels) - 0.4, -0.6), yticks=range(len(labels)), yticklabels=labels)
             axes.set_xticks([], minor=True)
             axes.set(xticks=ticks, xticklabels=[f"{tick:g}" for tick in ticks], xlim=(0.9 * min(ends), 1.1 * max(ends)))
@@ -203,8 +206,10 @@ def figures() -> dict[str, Figure]:
             panels(WORKERS.names("workers"), ("rule", "goodput"), lambda *at: WORKERS.at(*at, "time vs static@64")),
         ),
         "paper": Figure(
-            *("The paper's experiments", f"{virtual} {' --only '.join(PAPER)}", PAPER, f"{over} static 64"),
-            paper("vs static@64"),
+            "The paper's experiments; one seed, the small CNN six",
+            f"{virtual} static` and `{virtual} NAME --seeds 1",
+            *(PAPER, f"{over} static 32"),
+            paper(r"s to \d+%|median time to target, s", "static@32"),
         ),
     }
     return {name: figure for name, figure in found.items() if figure.panels}
