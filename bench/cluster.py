@@ -78,7 +78,7 @@ from dynamix.trainer import attach
 
 WORKLOAD, NUM_HOSTS = "fashion-28-cnn", 4
 SCRIPT_SIZE, BASE_GLOBAL_BATCH_SIZE, LEARNING_RATE = 32, 128, 0.02
-"""Of the script as written. Its rate is for four ranks of 32; other batches scale it by the square root rule."""
+"""The script as written: its rate is for four ranks of 32; other batches scale it by the square root rule."""
 T = TypeVar("T")
 
 

@@ -133,7 +133,7 @@ class Figure(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Of what is drawn; the file has it, too."""
+        """Hash of the drawing; the file has it, too."""
         return hashlib.sha256(repr((self.x, self.panels)).encode()).hexdigest()[:16]
 
     def draw(self, path: Path) -> None:

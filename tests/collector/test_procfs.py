@@ -1,4 +1,4 @@
-"""What is read of /proc and what becomes of it, from captured files with known numbers and from running processes."""
+"""Readings of /proc and the metrics made of them, from captured files with known numbers and from running processes."""
 
 import os
 import subprocess

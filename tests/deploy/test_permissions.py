@@ -262,7 +262,7 @@ async def test_trainers_and_services_receive_each_others_messages_once(broker: D
 
 
 async def test_a_trainer_beyond_its_limits_is_cut_off(broker: DeployedBroker) -> None:
-    """Of subscriptions, and of bytes of a message: the largest one passes."""
+    """Limits of subscriptions, and of bytes of a message: the largest one passes."""
     async with raw_client(broker.settings("trainer")) as client:
         await client.hear(*(f"{client.inbox}.{number}" for number in range(MAX_SUBSCRIPTIONS["trainer"])))
         assert client.errors == []

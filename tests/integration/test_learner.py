@@ -161,7 +161,7 @@ async def test_the_bus_and_one_process_give_equal_results() -> None:
 
 
 def _decision(action: Action) -> tuple[object, ...]:
-    """What was decided; hash and watermark name places in a stream."""
+    """The decision; hash and watermark name places in a stream."""
     return action.window, action.local_batch_sizes, action.allocation.split, action.carry, action.logprobs
 
 

@@ -139,7 +139,7 @@ PLANS: dict[str, list[Exchange]] = {
     "lossy": [Exchange(codec="int8"), Exchange(codec="int8", route="shares", shares=(3.0, 1.0, 1.0)), EXACT],
     "local": [Exchange(every=4, outer_rate=0.0, outer_momentum=0.9), Exchange(every=3, codec="int8"), EXACT],
 }
-"""What is decided in the windows 1, 3 and 5; it rules from the next one on."""
+"""Decisions of the windows 1, 3 and 5, each in effect from the next one on."""
 
 
 def decided(permission: str, window: int) -> Exchange | None:

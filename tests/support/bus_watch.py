@@ -20,7 +20,7 @@ class Seen(NamedTuple):
 
 
 class BusWatch:
-    """What was seen so far; a test can wait for more."""
+    """Messages seen so far; a test can wait for more."""
 
     def __init__(self, bus: Bus, job: str) -> None:
         self._bus = bus

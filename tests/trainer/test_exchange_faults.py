@@ -24,7 +24,7 @@ from dynamix.trainer.exchange.codec import Leg, Sum
 from dynamix.trainer.exchange.plan import Pipeline
 
 TIMEOUT = timedelta(seconds=12)
-"""Of the ranks' group: a busy machine needs some seconds to connect them."""
+"""Timeout of the ranks' group: a busy machine needs some seconds to connect them."""
 
 
 def _dies(rank: int, exchange: Exchange) -> None:

@@ -269,7 +269,7 @@ def test_the_noise_is_measured_where_all_ranks_have_the_same_parameters(wide: bo
 
 
 def _saved(_rank: int, outer: dict[str, float]) -> dict[str, Any]:
-    """What is refused in mid-round, and parameters after 18 steps: in one go, or in two sessions."""
+    """Refusals in mid-round, and parameters after 18 steps: in one go, or in two sessions."""
     found: dict[str, Any] = {}
     options: dict[str, Any] = {"exchange": "local", "policy_options": {"every": 4, "codec": "int8", **outer}}
     for how in ("whole", "parts"):
